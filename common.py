@@ -1,0 +1,192 @@
+"""The pieces that every experiment shares, each a pure torch function that can be copied alone.
+
+    knn_entropy                          how diverse is a batch of samples? (differentiable)
+    fix_gauge                            remove the trivial symmetries of a network's weights
+    conv2d, linear, batch_norm, pooling  N different networks on N different batches
+
+Letters for shapes: N networks, B images per network, F filters, K fan-in of a filter, C H W.
+The weights of one layer, for N networks, are ONE tensor `filters` of shape (N, F, K + 1): fan-in in
+torch's order (channel, row, column), the bias in the last column. A target network's weights are a
+list of such tensors, first layer first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EULER_GAMMA = 0.5772156649015329
+
+
+def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
+    """Entropy in nats of the distribution behind `samples` (N, D), up to a constant.
+
+        H = psi(N) + dim / N * sum_i log eps_i,     eps_i: distance of sample i to its nearest other
+
+    This is the Kozachenko-Leonenko estimator (paper, appendix "Entropy Estimation") without the
+    constants -psi(1) + log(volume of the unit ball). `dim` is the dimension of the manifold that
+    the samples lie on: the size of the noise z, not D.
+    """
+    n = samples.shape[0]
+    if samples.ndim != 2 or n < 2:
+        raise ValueError(
+            f"knn_entropy needs samples of shape (N, D) with N >= 2, got {tuple(samples.shape)}"
+        )
+    if metric not in ("euclidean", "manhattan"):
+        raise ValueError(f"metric must be 'euclidean' or 'manhattan', got {metric!r}")
+    p = 2.0 if metric == "euclidean" else 1.0
+
+    # Which sample is nearest has no gradient, so the N x N distances need none, and only the N
+    # smallest are computed again with it. Differences, not |a|^2 + |b|^2 - 2ab: the faster
+    # matrix-product form loses small distances between samples that are far from the origin.
+    with torch.no_grad():
+        distances = torch.cdist(
+            samples, samples, p=p, compute_mode="donot_use_mm_for_euclid_dist"
+        )  # (N, N)
+        nearest = distances.fill_diagonal_(torch.inf).argmin(dim=1)  # (N,)
+
+    # The floor keeps value and gradient finite where two samples coincide.
+    offset = samples - samples[nearest]  # (N, D)
+    if metric == "euclidean":
+        log_eps = 0.5 * torch.log(offset.square().sum(dim=1) + 1e-24)
+    else:
+        log_eps = torch.log(offset.abs().sum(dim=1) + 1e-12)
+    psi_n = sum(1 / k for k in range(1, n)) - EULER_GAMMA  # the digamma function at an integer
+    return psi_n + dim * log_eps.mean()
+
+
+def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
+    """Replace each network's weights by the one representative of all their symmetric copies.
+
+    Paper, section "Taking Symmetries Into Account". Three changes leave the function of a ReLU
+    network with a softmax at its end as it is:
+    - scaling a filter and its bias by a > 0, and its channel in the next layer by 1 / a.
+      Here: the squares of each filter with its bias sum to K + 1, in all layers but the last.
+    - adding one number to all logits. Here: the biases of the last layer have mean 0.
+    - permuting the filters of a layer (the paper leaves this one in). Here, if `sort_filters`: by
+      increasing projection on a fixed direction, a number on which only equal filters agree.
+
+    `layers` are (N, F, K + 1) tensors, first layer first, convolutions or dense layers.
+    """
+    layers = list(layers)
+    for i in range(len(layers) - 1):
+        filters, following = layers[i], layers[i + 1]
+        mean_square = filters.square().mean(dim=-1)  # (N, F)
+        # A dead filter stays dead. Replaced before the root: its slope at 0 is infinite.
+        scale = torch.where(mean_square > 1e-30, mean_square, 1.0).sqrt()
+        filters = filters / scale[..., None]
+
+        # Channel f of this layer feeds K_next / F inputs of the next one: the k * k taps of a
+        # convolution, or all pixels of that channel where a dense layer follows a convolution.
+        taps = following[..., :-1].unflatten(-1, (filters.shape[1], -1))  # (N, F_next, F, taps)
+        taps = taps * scale[:, None, :, None]
+        if sort_filters:
+            direction = torch.arange(filters.shape[-1], device=filters.device).cos()
+            order = (filters * direction).sum(dim=-1).argsort(dim=1)  # (N, F)
+            network = torch.arange(len(order), device=order.device)[:, None]
+            filters = filters[network, order]
+            taps = taps.transpose(1, 2)[network, order].transpose(1, 2)
+        layers[i] = filters
+        layers[i + 1] = torch.cat([taps.flatten(2), following[..., -1:]], dim=-1)
+
+    weight, bias = layers[-1][..., :-1], layers[-1][..., -1:]  # bias: (N, F, 1)
+    layers[-1] = torch.cat([weight, bias - bias.mean(dim=1, keepdim=True)], dim=-1)
+    return layers
+
+
+# The layers of N networks at once. Which way is fastest was measured (tests/benchmark.py): on the
+# CPU one network after the other, channels last; on an accelerator one launch for all networks, a
+# convolution with N groups whose memory holds (B, N * C, H, W), so layers chain without copies.
+
+
+def each_network(network, x: Tensor, layers: list[Tensor]) -> Tensor:
+    """network(x, layers) for (N, B, ...) images and N networks, in the order that is fastest.
+
+    On the CPU a network runs through all its layers, its activations still in the cache, before the
+    next one starts; elsewhere all networks run together. The result is the same.
+    """
+    if x.device.type != "cpu":
+        return network(x, layers)
+    split = zip(x.split(1), *(filters.split(1) for filters in layers))
+    return torch.cat([network(images, list(theta)) for images, *theta in split])
+
+
+def conv2d(
+    x: Tensor,
+    filters: Tensor,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int = 0,
+    bias: bool = True,
+) -> Tensor:
+    """Network n's filters on batch n: (N, B, C, H, W), (N, F, K + 1) -> (N, B, F, H', W').
+
+    Without `bias` the filters have no last column for it: (N, F, K), K = C * kernel_size^2.
+    """
+    n, channels = len(x), x.shape[2]
+    weight = filters[..., :-1] if bias else filters
+    weight = weight.unflatten(-1, (channels, kernel_size, kernel_size))  # (N, F, C, k, k)
+    shift = filters[..., -1] if bias else None  # (N, F)
+    if x.device.type == "cpu":
+        shifts = shift.unbind() if bias else [None] * n
+        return _stack(
+            F.conv2d(_channels_last(image), w, b, stride, padding)
+            for image, w, b in zip(x.unbind(), weight.unbind(), shifts)
+        )
+    shift = shift.flatten() if bias else None
+    return _apart(
+        F.conv2d(_side_by_side(x), weight.flatten(0, 1), shift, stride, padding, groups=n), n
+    )
+
+
+def linear(x: Tensor, filters: Tensor) -> Tensor:
+    """Network n's neurons on batch n: (N, B, K), (N, F, K + 1) -> (N, B, F)."""
+    return torch.baddbmm(filters[..., -1].unsqueeze(1), x, filters[..., :-1].transpose(1, 2))
+
+
+def batch_norm(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    mean: Tensor | None = None,
+    var: Tensor | None = None,
+) -> Tensor:
+    """Batch norm of (N, B, C, H, W) with parameters (N, C), each network by itself.
+
+    With `mean` and `var` (N, C) those moments are used, without them the batch's own.
+    """
+    n, own = len(x), mean is None
+    if x.device.type == "cpu":
+        moments = [(None, None)] * n if own else zip(mean.unbind(), var.unbind())
+        return _stack(
+            F.batch_norm(_channels_last(image), m, v, g, b, training=own)
+            for image, (m, v), g, b in zip(x.unbind(), moments, gamma.unbind(), beta.unbind())
+        )
+    mean, var = (None, None) if own else (mean.flatten(), var.flatten())
+    x = _side_by_side(x)
+    return _apart(F.batch_norm(x, mean, var, gamma.flatten(), beta.flatten(), training=own), n)
+
+
+def max_pool2d(x: Tensor, kernel_size: int) -> Tensor:
+    """Max pooling of (N, B, C, H, W) with stride `kernel_size`. Pool first, then ReLU: cheaper."""
+    if x.device.type == "cpu":
+        return F.max_pool2d(x.flatten(0, 1), kernel_size).unflatten(0, x.shape[:2])
+    return _apart(F.max_pool2d(_side_by_side(x), kernel_size), len(x))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _stack(images) -> Tensor:
+    """N tensors (B, C, H, W) -> (N, B, C, H, W), channels last in memory; no copy for N = 1."""
+    images = [_channels_last(image).permute(0, 2, 3, 1) for image in images]
+    stacked = torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
+    return stacked.permute(0, 1, 4, 2, 3)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1, 2)  # (N, B, C, H, W) -> (B, N * C, H, W)
+
+
+def _apart(x: Tensor, n: int) -> Tensor:
+    return x.unflatten(1, (n, -1)).transpose(0, 1)  # (B, N * C, H, W) -> (N, B, C, H, W)
