@@ -163,6 +163,7 @@ def training_step(hypernet: nn.Module, mixture: Mixture, batch: int, lam: float,
 
 def train(args: argparse.Namespace, lam: float, seed: int) -> dict:
     """Train one hypernetwork. Returns its weights, its log, and its curve at 80 moments."""
+    start = time.perf_counter()
     torch.manual_seed(seed)
     hypernet = make_hypernetwork().to(args.device)
     mixture = Mixture(args.device)
@@ -191,9 +192,11 @@ def train(args: argparse.Namespace, lam: float, seed: int) -> dict:
             log.append(row)
             bar.set_postfix(acc=f"{row['acc']:.2f}", entropy=f"{row['entropy']:.2f}")
         if step % max(1, args.steps // 80) == 0 or step == args.steps - 1:
-            curves.append(curve(hypernet).tolist())
+            curves.append(curve(hypernet))
     state = {name: tensor.cpu() for name, tensor in hypernet.state_dict().items()}
-    return dict(lam=lam, seed=seed, hypernet=state, log=log, curves=curves)
+    seconds = time.perf_counter() - start
+    curves = torch.stack(curves)  # (moments, 400, 2)
+    return dict(lam=lam, seed=seed, seconds=seconds, hypernet=state, log=log, curves=curves)
 
 
 # ---- Evaluation and figures ----------------------------------------------------------------------
@@ -230,6 +233,7 @@ def evaluate(result: dict) -> dict:
     return dict(
         lam=result["lam"],
         seed=result["seed"],
+        seconds=round(result["seconds"], 1),
         distance_to_peaks=[round(d, 3) for d in to_peaks.tolist()],
         peaks_reached=int((to_peaks < 0.5).sum()),
         rank_correlation=correlation,
@@ -276,7 +280,7 @@ def plot_lam(results: list[dict], metrics: list[dict]) -> Figure:
     figure = Figure(figsize=(15, 6.8), layout="constrained")
     axes = figure.subplot_mosaic([list(range(len(results))), ["trade"] * len(results)])
     for i, (result, row) in enumerate(zip(results, metrics)):
-        path = torch.tensor(result["curves"][-1])
+        path = result["curves"][-1]
         shade(axes[i])
         axes[i].scatter(*path.T, c=torch.linspace(-1, 1, len(path)), s=5, cmap="viridis")
         numbers = f"accuracy {row['acc']:.2f}, entropy {row['entropy']:.2f}"
@@ -294,13 +298,13 @@ def plot_lam(results: list[dict], metrics: list[dict]) -> Figure:
     return figure
 
 
-def animate_training(curves: list, file: Path) -> None:
+def animate_training(curves: Tensor, file: Path) -> None:
     figure = Figure(figsize=(3.6, 3.6), layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     ax = figure.subplots()
     shade(ax)
     z = torch.linspace(-1, 1, len(curves[0]))
-    dots = ax.scatter(*torch.tensor(curves[0]).T, c=z, s=6, cmap="viridis")
+    dots = ax.scatter(*curves[0].T, c=z, s=6, cmap="viridis")
 
     def draw(frame: int):
         dots.set_offsets(curves[min(frame, len(curves) - 1)])
@@ -387,7 +391,7 @@ def main(argv: list[str] | None = None) -> dict:
         writer.writeheader()
         writer.writerows(rows)
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=2))
-    plot_toy(torch.tensor(seed_results[0]["curves"][-1])).savefig(args.out / "toy.png", dpi=150)
+    plot_toy(seed_results[0]["curves"][-1]).savefig(args.out / "toy.png", dpi=150)
     plot_lam(sweep_results, by_lam).savefig(args.out / "lam.png", dpi=150)
     if args.animate:
         animate_training(seed_results[0]["curves"], args.out / "training.gif")

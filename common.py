@@ -129,7 +129,7 @@ def conv2d(
     if x.device.type == "cpu":
         shifts = shift.unbind() if bias else [None] * n
         return _stack(
-            F.conv2d(_channels_last(image), w, b, stride, padding)
+            _conv2d_one(image, w, b, stride, padding)
             for image, w, b in zip(x.unbind(), weight.unbind(), shifts)
         )
     shift = shift.flatten() if bias else None
@@ -171,6 +171,19 @@ def max_pool2d(x: Tensor, kernel_size: int) -> Tensor:
     if x.device.type == "cpu":
         return F.max_pool2d(x.flatten(0, 1), kernel_size).unflatten(0, x.shape[:2])
     return _apart(F.max_pool2d(_side_by_side(x), kernel_size), len(x))
+
+
+def _conv2d_one(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int
+) -> Tensor:
+    """One network on the CPU."""
+    if x.shape[1] > 1:
+        return F.conv2d(_channels_last(x), weight, bias, stride, padding)
+    # A single input channel: the library's gradient is slow, patches times filters three times as
+    # fast, and the result is channels last by itself.
+    k = weight.shape[-1]
+    patches = F.pad(x, [padding] * 4).unfold(2, k, stride).unfold(3, k, stride)[:, 0]
+    return F.linear(patches.flatten(3), weight.flatten(1), bias).permute(0, 3, 1, 2)
 
 
 def _channels_last(x: Tensor) -> Tensor:
