@@ -69,10 +69,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add(
+        "--model",
+        choices=["hypernet", "mnfg"],
+        default="hypernet",
+        help="the method or its baseline",
+    )
     add("--recipe", choices=["ours", "paper"], default="ours", help="start and learning rates")
-    add("--steps", type=count, help="training steps; ours 3500, paper 13000")
-    add("--lr", type=positive, help="learning rate of Adam; ours 2e-3 at its highest, paper 3e-4")
-    add("--lam", type=positive, default=1e3, help="weight of accuracy against entropy")
+    add("--steps", type=count, help="training steps; 3000, or 13000 for the paper's recipe")
+    add("--lr", type=positive, help="of Adam; 2e-3, for mnfg 1e-3, for the paper's recipe 3e-4")
+    add("--lam", type=positive, help="weight of accuracy; 1e3, for mnfg the number of images")
     add("--batch", type=count, default=32, help="samples of z, that is networks, in a step")
     add("--images", type=count, default=32, help="images per network in a step")
     add("--seed", type=int, default=0, help="random seed")
@@ -101,10 +107,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {args.device}")
-    cuda, ours = args.device == "cuda", args.recipe == "ours"
+    cuda, paper = args.device == "cuda", args.recipe == "paper"
     defaults = dict(
-        steps=3500 if ours else 13000,
-        lr=2e-3 if ours else 3e-4,
+        steps=13000 if paper else 3000,
+        lr=3e-4 if paper else 1e-3 if args.model == "mnfg" else 2e-3,
+        lam=55000.0 if args.model == "mnfg" else 1e3,
         networks=4000 if cuda else 600,
         path_images=10000 if cuda else 2000,
         attacked_images=10000 if cuda else 1000,
@@ -204,7 +211,7 @@ class Hypernetwork(nn.Module):
 
     recipe "paper": 633,640 parameters, as printed. Any two z then start as unrelated networks.
     recipe "ours": 855 more. The codes of E get a random bias and depend on z only weakly at first,
-    so that all networks begin as near-copies of one network, which is learned fast, and then spread.
+    so that all networks begin as near-copies of one, which is learned fast, and then spread.
     """
 
     noise_size = 300
@@ -232,6 +239,7 @@ class Hypernetwork(nn.Module):
         return torch.rand(n, self.noise_size, device=device, generator=generator) * 2 - 1
 
     def forward(self, z: Tensor) -> list[Tensor]:
+        """Weights as trained and analysed: gauge fixed."""
         codes = self.extractor(z).unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
         theta = [
             generator(code.flatten(0, 1)).view(len(z), *shape)  # one row per code: a filter
@@ -239,10 +247,16 @@ class Hypernetwork(nn.Module):
         ]
         return fix_gauge(theta)
 
-    @torch.no_grad()
-    def sample(self, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
-        """The weights of n networks. In inference mode a network depends on its own z alone."""
-        return self.eval()(self.noise(n, generator))
+    def draw(self, n: int) -> tuple[list[Tensor], Tensor]:
+        """n networks to train on, and how diverse they are."""
+        theta = self(self.noise(n))
+        return theta, knn_entropy(flat(theta), dim=self.noise_size)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """The weights of n networks. In inference mode a network depends on its own noise alone."""
+    return model.eval()(model.noise(n, generator))
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -250,10 +264,9 @@ class Hypernetwork(nn.Module):
 
 def training_step(model: nn.Module, x: Tensor, y: Tensor, lam: float) -> tuple[Tensor, ...]:
     """Images (N, B, 1, 28, 28), labels (N, B): network n sees batch n."""
-    theta = model(model.noise(len(x)))
+    theta, entropy = model.draw(len(x))
     logits = each_network(target_network, x, theta)  # (N, B, 10)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    entropy = knn_entropy(flat(theta), dim=model.noise_size)
     loss = lam * loss_acc - entropy
     acc = (logits.argmax(dim=-1) == y).float().mean()
     return loss, loss_acc, entropy, acc
@@ -266,13 +279,13 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / (args.steps - warm_up))
 
 
-SETTINGS = ["recipe", "steps", "lr", "lam", "batch", "images", "seed", "fake_data"]
+SETTINGS = ["model", "recipe", "steps", "lr", "lam", "batch", "images", "seed", "fake_data"]
 
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], float]:
     """Returns the trained model, its log and the seconds it took."""
     torch.manual_seed(args.seed)
-    model = Hypernetwork(args.recipe).to(args.device)
+    model = make_model(settings(args)).to(args.device)
     optimizer = torch.optim.Adam(model.parameters())
     file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
     if args.resume and file.exists():
@@ -295,6 +308,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
         loss, loss_acc, entropy, acc = training_step(model, x[index], y[index], args.lam)
         optimizer.zero_grad()
         loss.backward()
+        # Rare spikes of the gradient can kill every network for good; they are cut at 5 lam.
+        nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)
         optimizer.step()
 
         done, last = step + 1, step + 1 == args.steps
@@ -323,6 +338,10 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
     return model, log, seconds
 
 
+def make_model(settings: dict) -> nn.Module:
+    return MNFG() if settings["model"] == "mnfg" else Hypernetwork(settings["recipe"])
+
+
 def settings(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name) for name in SETTINGS}
 
@@ -339,7 +358,7 @@ def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
     try:
         state = torch.load(file, weights_only=True, map_location="cpu")
         theirs = state["settings"]
-        state["model"]["extractor.0.weight"]
+        make_model(theirs).load_state_dict(state["model"])
     except Exception as error:
         sys.exit(f"{file} is missing, damaged or not from this script ({type(error).__name__})")
     for name, value in settings(args).items() if args else ():
@@ -352,9 +371,9 @@ def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
 
 
 def load(file: str | Path, device: str = "cpu") -> nn.Module:
-    """A trained hypernetwork, ready to `sample`."""
+    """A trained model, ready to `sample`."""
     state = load_checkpoint(Path(file))
-    model = Hypernetwork(state["settings"]["recipe"])
+    model = make_model(state["settings"])
     model.load_state_dict(state["model"])
     return model.to(device).eval()
 
@@ -381,16 +400,21 @@ def predict(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
     return torch.cat(logits, dim=1).softmax(dim=-1)
 
 
+def vote_counts(votes: Tensor) -> Tensor:
+    """Votes (N, B) of N networks -> how many voted for each class (B, 10)."""
+    return torch.stack([(votes == c).sum(dim=0) for c in range(10)], dim=-1)
+
+
 def majority(votes: Tensor) -> Tensor:
-    """Votes (N, B) -> the most frequent class of each image (B,); ties go to the smallest class."""
-    return F.one_hot(votes.long(), 10).sum(dim=0).argmax(dim=-1)
+    """(N, B) -> (B,); ties go to the smallest class."""
+    return vote_counts(votes).argmax(dim=-1)
 
 
 def disagreement(votes: Tensor) -> float:
     """How often two different networks of (N, B) votes give different answers, over all pairs."""
-    n = len(votes)
-    shares = F.one_hot(votes.long(), 10).sum(dim=0) / n  # (B, 10)
-    return ((1 - shares.square().sum(dim=1)).mean() * n / (n - 1)).item()
+    n, counts = len(votes), vote_counts(votes)
+    same_pairs = (counts * (counts - 1)).sum(dim=-1) / (n * (n - 1))
+    return 1 - same_pairs.mean().item()
 
 
 def accuracy(predicted: Tensor, y: Tensor) -> Tensor:
@@ -401,7 +425,7 @@ def accuracy(predicted: Tensor, y: Tensor) -> Tensor:
 def validate(model: nn.Module, x: Tensor, y: Tensor, networks: int = 10) -> dict:
     """The same z every time. Entropy is estimated from 200 networks, as the authors did."""
     generator = torch.Generator(x.device).manual_seed(1)
-    theta = model.sample(200, generator)
+    theta = sample(model, 200, generator)
     probabilities = predict([filters[:networks] for filters in theta], x)
     votes = probabilities.argmax(dim=-1)
     single = accuracy(votes, y)
@@ -414,3 +438,544 @@ def validate(model: nn.Module, x: Tensor, y: Tensor, networks: int = 10) -> dict
         val_entropy=knn_entropy(flat(theta), model.noise_size).item(),
         val_disagreement=disagreement(votes),
     )
+
+
+def reliability(probabilities: Tensor, y: Tensor) -> Tensor:
+    """(B, 10) -> (3, 15): images, their confidence and their hits, in 15 bins of confidence."""
+    confidence, predicted = probabilities.max(dim=-1)
+    bins = (confidence * 15).long().clamp(max=14)
+    sums = (torch.ones_like(confidence), confidence, (predicted == y).float())
+    return torch.stack([confidence.new_zeros(15).index_add(0, bins, s) for s in sums])
+
+
+def calibration_error(bins: Tensor) -> Tensor:
+    """Expected calibration error: mean distance of confidence and accuracy, weighted by images."""
+    return (bins[1] - bins[2]).abs().sum() / bins[0].sum()
+
+
+def nll(probabilities: Tensor, y: Tensor) -> Tensor:
+    return F.nll_loss(probabilities.clamp_min(1e-12).log(), y)
+
+
+def test_networks(model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace) -> dict:
+    """Draw many networks, ten at a time, and keep only their votes (one byte per image) and running
+    sums of their probabilities. Every `ensemble_size` networks in a row are one ensemble of mean
+    probabilities; the ensembles of the majority vote are drawn from all networks at random."""
+    generator = torch.Generator(x.device).manual_seed(2)
+    size, votes, singles, ensembles, curves = args.ensemble_size, [], [], [], []
+    single_bins = ensemble_bins = 0
+    for first in tqdm(range(0, args.networks, 10), desc="testing networks"):
+        theta = sample(model, min(10, args.networks - first), generator)
+        for member, probabilities in enumerate(predict(theta, x), start=first):
+            votes.append(probabilities.argmax(dim=-1).byte())
+            bins = reliability(probabilities, y)
+            single_bins = single_bins + bins
+            singles.append(torch.stack([nll(probabilities, y), calibration_error(bins)]))
+            if member % size == 0:
+                total, curve = 0, []
+            total, members = total + probabilities, member % size + 1
+            if members in SIZES:
+                curve.append(accuracy(total.argmax(dim=-1), y))
+            if members == size:
+                bins = reliability(total / size, y)
+                ensemble_bins = ensemble_bins + bins
+                ensembles.append(torch.stack([nll(total / size, y), calibration_error(bins)]))
+                curves.append(torch.stack(curve))
+    votes = torch.stack(votes)  # (networks, B)
+
+    torch.manual_seed(3)
+    number = args.ensembles
+    if args.networks >= number * size:  # no network in two ensembles
+        groups = torch.randperm(args.networks)[: number * size].view(number, size)
+    else:
+        groups = torch.stack([torch.randperm(args.networks)[:size] for _ in range(number)])
+    sizes = [k for k in SIZES if k <= size]
+    by_size = torch.tensor(
+        [[accuracy(majority(votes[g[:k]]), y) for k in sizes] for g in groups.to(x.device)]
+    )
+    by_majority = torch.stack([accuracy(majority(votes[g]), y) for g in groups.to(x.device)])
+    single = accuracy(votes, y)
+    single_nll, single_ece = torch.stack(singles).mean(dim=0).tolist()
+    ensemble_nll, ensemble_ece = torch.stack(ensembles).mean(dim=0).tolist()
+    return dict(
+        networks=args.networks,
+        single_mean=single.mean().item(),
+        single_std=single.std().item(),
+        single_min=single.min().item(),
+        single_max=single.max().item(),
+        majority_mean=by_majority.mean().item(),
+        majority_std=by_majority.std().item(),
+        ensembles=number,
+        ensemble_size=size,
+        disagreement=disagreement(votes),
+        sizes=sizes,
+        majority_by_size=by_size.mean(dim=0).tolist(),
+        mean_probability_by_size=torch.stack(curves).mean(dim=0).tolist(),
+        calibration=dict(
+            single_nll=single_nll,
+            single_error=single_ece,
+            ensemble_nll=ensemble_nll,
+            ensemble_error=ensemble_ece,
+            single_bins=single_bins.tolist(),
+            ensemble_bins=ensemble_bins.tolist(),
+        ),
+        accuracies=[round(a, 4) for a in single.tolist()],
+    )
+
+
+def paths(model: nn.Module, x: Tensor, y: Tensor, pairs: int, points: int = 40) -> dict:
+    """Accuracy from network 2 to network 1: straight between their gauged weights, or through z."""
+    generator = torch.Generator(x.device).manual_seed(4)
+    t = torch.linspace(0, 1, points, device=x.device)[:, None]
+    curves = dict(direct=[], interpolated=[])
+    for _ in tqdm(range(pairs), desc="walking paths"):
+        z1, z2 = model.noise(2, generator)
+        with torch.no_grad():
+            interpolated = model.eval()(z1 * t + z2 * (1 - t))
+        ends = flat(interpolated)
+        direct = unflat(ends[-1] * t + ends[0] * (1 - t))
+        for name, theta in dict(direct=direct, interpolated=interpolated).items():
+            curves[name].append(accuracy(predict(theta, x).argmax(dim=-1), y))
+    result = dict(pairs=pairs, images=len(x))
+    for name, accs in curves.items():
+        accs = torch.stack(accs)  # (pairs, points)
+        worse_end = torch.minimum(accs[:, 0], accs[:, -1])
+        result[name] = accs.tolist()
+        result[f"{name}_dip"] = (worse_end - accs.amin(dim=1)).mean().item()
+    return result
+
+
+def fast_gradient(theta: list[Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """The sign of the gradient of log p(target | x) of ONE network: which way to change x."""
+    x = x.clone().requires_grad_()
+    log_p = target_network(x[None], theta)[0].log_softmax(dim=-1)
+    return torch.autograd.grad(log_p[torch.arange(len(x)), target].sum(), x)[0].sign()
+
+
+def adversarial(model: nn.Module, x: Tensor, y: Tensor, members: int) -> dict:
+    """Fool one network into a random wrong class with x + epsilon * sign, unclipped, then show the
+    images to an ensemble. Paper: a new network and ensemble per image. Here: per 100 images."""
+    generator = torch.Generator(x.device).manual_seed(5)
+    hits = torch.zeros(4, len(EPSILONS), device=x.device)
+    attacked = 0
+    for part_x, part_y in zip(tqdm(x.split(100), desc="attacking"), y.split(100)):
+        one, ensemble = sample(model, 1, generator), sample(model, members, generator)
+        right = predict(one, part_x)[0].argmax(dim=-1) == part_y  # attack what it gets right
+        part_x, part_y = part_x[right], part_y[right]
+        shift = torch.randint(1, 10, part_y.shape, device=x.device, generator=generator)
+        target = (part_y + shift) % 10
+        sign = fast_gradient(one, part_x, target)
+        images = torch.cat([part_x + epsilon * sign for epsilon in EPSILONS])
+        for i, theta in enumerate((one, ensemble)):
+            answer = majority(predict(theta, images).argmax(dim=-1)).view(len(EPSILONS), -1)
+            hits[2 * i] += (answer != part_y).sum(dim=1)
+            hits[2 * i + 1] += (answer == target).sum(dim=1)
+        attacked += len(part_x)
+    names = ["single_fooled", "single_target", "ensemble_fooled", "ensemble_target"]
+    rates = dict(zip(names, (hits / attacked).tolist()))
+    return dict(images=attacked, ensemble_size=members, epsilons=EPSILONS, **rates)
+
+
+def rotation(model: nn.Module, x: Tensor, members: int) -> dict:
+    """Predictive entropy of the digit x (1, 28, 28), turned by 0 to 180 degrees."""
+    angles = torch.arange(0, 181, 10, device=x.device)
+    cos, sin = torch.deg2rad(angles).cos(), torch.deg2rad(angles).sin()
+    zero = torch.zeros_like(cos)
+    turns = torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(turns, (len(angles), 1, 28, 28), align_corners=False)
+    images = F.grid_sample(x.expand(len(angles), -1, -1, -1), grid, align_corners=False)
+    generator = torch.Generator(x.device).manual_seed(6)
+    probabilities = predict(sample(model, members, generator), images)  # (N, angles, 10)
+    mean = probabilities.mean(dim=0)
+    return dict(
+        angles=angles.tolist(),
+        members=members,
+        single_entropy=torch.special.entr(probabilities).sum(dim=-1).mean(dim=0).tolist(),
+        ensemble_entropy=torch.special.entr(mean).sum(dim=-1).tolist(),
+        ensemble_answer=mean.argmax(dim=-1).tolist(),
+        images=images[:, 0].tolist(),
+    )
+
+
+def pca(samples: Tensor, components: int = 6) -> tuple[Tensor, Tensor]:
+    """(N, D) -> scores (N, components), and their shares of the variance. By the eigenvectors of
+    the smaller of the two products X X^T and X^T X."""
+    centred = samples - samples.mean(dim=0)
+    if len(centred) < centred.shape[1]:
+        values, vectors = torch.linalg.eigh(centred @ centred.T)
+        scores = vectors * values.clamp_min(0).sqrt()
+    else:
+        values, vectors = torch.linalg.eigh(centred.T @ centred)
+        scores = centred @ vectors
+    return scores.flip(1)[:, :components], (values.flip(0) / values.sum())[:components]
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+
+
+def plot_training(log: list[dict]) -> Figure:
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = [row for row in log if "val_mean" in row]
+    steps = [row["step"] for row in rows]
+    labels = dict(
+        mean="mean of ten networks", majority="their majority vote", min="worst", max="best"
+    )
+    for name, label in labels.items():
+        style = "o-" if name in ("mean", "majority") else ":"
+        left.plot(steps, [100 * row[f"val_{name}"] for row in rows], style, label=label)
+    left.set(xlabel="training step", ylabel="validation accuracy (%)", ylim=(95, 100))
+    left.legend()
+    right.plot(steps, [row["val_entropy"] for row in rows], "o-", color="C4")
+    right.set(xlabel="training step", ylabel="entropy of the weights (nats)")
+    return figure
+
+
+def plot_histogram(tested: dict, title: str) -> Figure:
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    ax = figure.subplots()
+    accs = [100 * a for a in tested["accuracies"]]
+    ax.hist(accs, bins=[97 + 0.05 * i for i in range(53)])
+    ax.axvline(100 * tested["majority_mean"], color="C1", ls="--", label="majority vote")
+    below = sum(a < 97 for a in accs)
+    note = f" ({below} below 97 % not shown)" if below else ""
+    ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(97, 99.6))
+    ax.set_title(f"{title}, {len(accs)} networks{note}", fontsize=11)
+    ax.legend(loc="upper left")
+    return figure
+
+
+def plot_filters(theta: list[Tensor]) -> Figure:
+    """25 samples of one slice of a filter, for four filters."""
+    slices = {
+        "layer 1, filter 1": theta[0][:, 0, :25].unflatten(1, (5, 5)),
+        "layer 1, filter 2": theta[0][:, 1, :25].unflatten(1, (5, 5)),
+        "layer 2, filter 1, channel 1": theta[1][:, 0, :25].unflatten(1, (5, 5)),
+        "layer 3, neuron 1, channel 1": theta[2][:, 0, :49].unflatten(1, (7, 7)),
+    }
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    for ax, (title, images) in zip(figure.subplots(1, 4), slices.items()):
+        tiles = F.pad(images[:25].cpu(), (0, 1, 0, 1), value=torch.nan).unflatten(0, (5, 5))
+        mosaic = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+        reach = images[:25].abs().max().item()
+        shown = ax.imshow(mosaic, cmap="RdBu", vmin=-reach, vmax=reach)
+        ax.set_title(title, fontsize=11)
+        ax.axis("off")
+        figure.colorbar(shown, ax=ax, shrink=0.8)
+    figure.suptitle("25 samples of one filter slice each (weights after gauge fixing)")
+    return figure
+
+
+def plot_pca(samples: Tensor, title: str) -> Figure:
+    scores, shares = pca(samples)
+    scores, k = scores.cpu(), scores.shape[1]
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    axes = figure.subplots(k, k, sharex="col")
+    for i in range(k):
+        for j in range(k):
+            ax = axes[i][j]
+            if i == j:
+                ax.hist(scores[:, i], bins=40)
+            else:
+                ax.plot(scores[:, j], scores[:, i], ".", markersize=1, alpha=0.4)
+            ax.set(xticks=[], yticks=[])
+        axes[-1][i].set_xlabel(f"PC {i + 1} ({100 * shares[i]:.0f} %)")
+        axes[i][0].set_ylabel(f"PC {i + 1}")
+    figure.suptitle(f"{title}: {len(scores)} samples, share of the variance in brackets")
+    return figure
+
+
+def plot_paths(result: dict, show: int = 3) -> Figure:
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    for i, ax in enumerate(figure.subplots(1, show, sharey=True)):
+        for name, style in (("interpolated", "-"), ("direct", "--")):
+            accs = [100 * a for a in result[name][i]] if i < result["pairs"] else []
+            ax.plot([k / (len(accs) - 1) for k in range(len(accs))], accs, style, label=name)
+        ax.set(xlabel="t, from G(z2) to G(z1)", title=f"pair {i + 1}")
+    figure.axes[0].set_ylabel(f"accuracy (%) on {result['images']} images")
+    figure.axes[0].legend()
+    return figure
+
+
+def plot_ensembles(tested: dict) -> Figure:
+    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    ax = figure.subplots()
+    for name in ("majority", "mean_probability"):
+        accs = [100 * a for a in tested[f"{name}_by_size"]]
+        ax.plot(tested["sizes"], accs, "o-", label=name.replace("_", " "))
+    ax.set(xscale="log", xlabel="networks in the ensemble", ylabel="test accuracy (%)")
+    ax.legend()
+    return figure
+
+
+def plot_adversarial(result: dict) -> Figure:
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    titles = dict(fooled="misclassified", target="classified as the attacker's target")
+    for ax, (criterion, title) in zip(figure.subplots(1, 2, sharey=True), titles.items()):
+        for kind, style in (("single", "--"), ("ensemble", "-")):
+            label = "one network" if kind == "single" else f"ensemble of {result['ensemble_size']}"
+            ax.plot(result["epsilons"], result[f"{kind}_{criterion}"], style, label=label)
+        ax.set(xlabel="epsilon (1 = white - black)", title=title, ylim=(0, 1))
+    figure.axes[0].set_ylabel(f"share of {result['images']} images")
+    figure.axes[0].legend()
+    return figure
+
+
+def plot_calibration(calibration: dict) -> Figure:
+    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
+    ax = figure.subplots()
+    ax.plot([0, 1], [0, 1], ":", color="grey", label="perfect")
+    for kind in ("single", "ensemble"):
+        images, confidence, hits = torch.tensor(calibration[f"{kind}_bins"])
+        full = images > 0
+        label = f"{kind}: error {100 * calibration[f'{kind}_error']:.2f} %"
+        ax.plot((confidence / images)[full], (hits / images)[full], "o-", label=label)
+    ax.set(xlabel="confidence", ylabel="accuracy", title="reliability on the test set")
+    ax.legend()
+    return figure
+
+
+def plot_rotation(result: dict) -> Figure:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    digits, ax = figure.subplots(2, 1, height_ratios=[1, 4])
+    digits.imshow(
+        torch.cat(list(torch.tensor(result["images"])), dim=1), cmap="gray_r", aspect="auto"
+    )
+    digits.axis("off")
+    for kind in ("single", "ensemble"):
+        label = "one network (mean)" if kind == "single" else f"ensemble of {result['members']}"
+        ax.plot(result["angles"], result[f"{kind}_entropy"], "o-", label=label)
+    for angle, answer in zip(result["angles"], result["ensemble_answer"]):
+        ax.text(angle, -0.16, str(answer), ha="center", fontsize=9)
+    ax.set(xlabel="rotation (degrees); small digits: the ensemble's answer")
+    ax.set(ylabel="predictive entropy (nats)", ylim=(-0.25, 2.35), xlim=(-5, 185))
+    ax.legend(loc="upper left")
+    return figure
+
+
+def analyse(model: nn.Module, data: dict, args: argparse.Namespace, title: str) -> dict:
+    """All analyses of the paper and a few more: figures into --out, numbers returned."""
+    x, y = data["test"]
+
+    def save_figure(figure: Figure, name: str) -> None:
+        figure.savefig(args.out / f"{name}.png", dpi=150)
+
+    tested = test_networks(model, x, y, args)
+    save_figure(plot_histogram(tested, title), "histogram")
+    save_figure(plot_ensembles(tested), "ensembles")
+    save_figure(plot_calibration(tested["calibration"]), "calibration")
+
+    generator = torch.Generator(x.device).manual_seed(7)
+    theta = sample(model, args.pca_samples, generator)
+    save_figure(plot_filters(theta), "filters")
+    for i in range(3):
+        save_figure(plot_pca(theta[i][:, 0], f"layer {i + 1}, filter 1"), f"pca_filter{i + 1}")
+    for i in range(4):
+        save_figure(plot_pca(theta[i].flatten(1), f"layer {i + 1}"), f"pca_layer{i + 1}")
+    save_figure(plot_pca(flat(theta), "whole network"), "pca_network")
+    entropy = knn_entropy(flat([filters[:1000] for filters in theta]), model.noise_size)
+
+    walked = paths(model, x[: args.path_images], y[: args.path_images], args.path_pairs)
+    save_figure(plot_paths(walked), "paths")
+    attacked = x[: args.attacked_images], y[: args.attacked_images]
+    attack = adversarial(model, *attacked, args.attacked_ensemble)
+    save_figure(plot_adversarial(attack), "adversarial")
+    six = x[(y == 6).nonzero()[0, 0]]
+    rotated = rotation(model, six, args.ensemble_size)
+    save_figure(plot_rotation(rotated), "rotation")
+    rotated.pop("images")
+    return dict(
+        entropy=entropy.item(),
+        tested=tested,
+        paths=walked,
+        adversarial=attack,
+        rotation=rotated,
+        variance_shares=pca(flat(theta))[1].tolist(),
+    )
+
+
+# ---- Baseline: multiplicative normalizing flows (MNFG) -------------------------------------------
+
+
+class Flow(nn.Module):
+    """Two masked RealNVP steps, z (N, d) -> z' and log |det dz'/dz| (N,). A step keeps the masked
+    half and moves the rest towards u: z' = M z + (1 - M) (g z + (1 - g) u), both u and g from M z.
+    The masks are complements, drawn once and saved, so that the same noise is the same network."""
+
+    def __init__(self, d: int, width: int):
+        super().__init__()
+        mask = torch.randint(2, (d,)).float()
+        self.register_buffer("masks", torch.stack([mask, 1 - mask]))
+        self.hidden, self.shift, self.gate = (
+            nn.ModuleList([nn.Linear(*sizes) for _ in range(2)])
+            for sizes in ((d, width), (width, d), (width, d))
+        )
+        for layers in (self.hidden, self.shift, self.gate):
+            for layer in layers:
+                nn.init.normal_(layer.weight, std=(4 / (d + width)) ** 0.5)
+                nn.init.constant_(layer.bias, 2.0 if layers is self.gate else 0.0)
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        log_det = torch.zeros_like(z[:, 0])
+        for mask, hidden, shift, gate in zip(self.masks, self.hidden, self.shift, self.gate):
+            h = hidden(mask * z).tanh()
+            u, logit = shift(h), gate(h)
+            g = logit.sigmoid()
+            z = mask * z + (1 - mask) * (g * z + (1 - g) * u)
+            log_det = log_det + ((1 - mask) * F.logsigmoid(logit)).sum(dim=1)
+        return z, log_det
+
+
+class MNFGLayer(nn.Module):
+    """One layer's posterior: W | z ~ N(z * mean, std^2), z from a flow, one z per filter of a
+    convolution (for its bias too) or per input of a dense layer."""
+
+    def __init__(self, filters: int, fan_in: int, conv: bool, init_std: float):
+        super().__init__()
+        d = filters if conv else fan_in
+        self.conv, self.d = conv, d
+        self.mean = nn.Parameter(torch.randn(filters, fan_in) * init_std)
+        self.bias_mean = nn.Parameter(torch.zeros(filters))
+        self.log_std = nn.Parameter(torch.full((filters, fan_in), -9.0))
+        self.bias_log_var = nn.Parameter(torch.full((filters,), -9.0))
+        self.start_mean = nn.Parameter(torch.randn(d) * (4 / d) ** 0.5)
+        self.start_log_var = nn.Parameter(torch.full((d,), math.log(0.1)))
+        self.flow = Flow(d, 50)
+        # r(z | W), the auxiliary posterior: its own flow, then a Gaussian that depends on W
+        self.r_flow = Flow(d, 100)
+        self.r_weight, self.r_mean, self.r_precision = (
+            nn.Parameter(torch.randn(d) * (4 / d) ** 0.5) for _ in range(3)
+        )
+
+    def forward(self, noise_z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise (N, d) and (N, F, K + 1) -> filters (N, F, K + 1), and the bound (N,) on the KL
+        divergence of the weights from the prior N(0, 1)."""
+        z, log_det = self.flow(self.start_mean + (self.start_log_var / 2).exp() * noise_z)
+        z_weight = z[:, :, None] if self.conv else z[:, None, :]  # scales filters, or inputs
+        mean = z_weight * self.mean  # (N, F, K)
+        bias_mean = z * self.bias_mean if self.conv else self.bias_mean.expand(len(z), -1)
+        std, bias_std = self.log_std.exp(), (self.bias_log_var / 2).exp()
+        # As its authors: deviations of at most 0.5 in the network, unlimited in the KL divergence.
+        weight = mean + std.clamp(max=0.5) * noise[..., :-1]
+        bias = bias_mean + bias_std.clamp(max=0.5) * noise[..., -1]
+
+        kl_weight = gaussian_kl(mean, 2 * self.log_std).sum(dim=(1, 2))
+        kl_bias = gaussian_kl(bias_mean, self.bias_log_var).sum(dim=1)
+        log_q = -0.5 * (math.log(2 * math.pi) + self.start_log_var + 1).sum() - log_det
+        bound = kl_weight + kl_bias + log_q - self.log_r(z, weight, bias)
+        return torch.cat([weight, bias[..., None]], dim=-1), bound
+
+    def log_r(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """log r(z | W) (N,): a lower bound of the unknown log q(z | W)."""
+        if self.conv:
+            inner = (
+                torch.einsum("f,nfk->nk", self.r_weight, weight) + (bias @ self.r_weight)[:, None]
+            )
+        else:
+            inner = (weight @ self.r_weight).tanh()
+        activation = inner.mean(dim=1, keepdim=True)  # (N, 1)
+        log_precision = (self.r_precision * activation).clamp(-10, 10)  # it may blow up early
+        start, log_det = self.r_flow(z)
+        error = start - self.r_mean * activation
+        log_normal = log_precision - log_precision.exp() * error.square() - math.log(2 * math.pi)
+        return log_det + 0.5 * log_normal.sum(dim=1)
+
+
+def gaussian_kl(mean: Tensor, log_var: Tensor) -> Tensor:
+    """KL(N(mean, var) || N(0, 1)), elementwise."""
+    return 0.5 * (log_var.exp() + mean.square() - 1 - log_var)
+
+
+class MNFG(nn.Module):
+    """Louizos and Welling (2017): the same weights from a variational posterior, each layer by
+    itself; 808,156 parameters. Its bound takes the place of the entropy: with lam = the number of
+    training images, lam * loss_acc - entropy is the negative evidence lower bound.
+    Paper (of MNFG): one z per image and noise on activations. Here: explicit weights in training,
+    as in the analyses, one network per batch of images."""
+
+    def __init__(self):
+        super().__init__()
+        # The authors' initial deviations; those of the convolutions come from unusual fans.
+        stds = [0.156, 0.039, 0.071, 0.471]
+        self.layers = nn.ModuleList(
+            MNFGLayer(f, k - 1, conv=i < 2, init_std=std)
+            for i, ((f, k), std) in enumerate(zip(SHAPES, stds))
+        )
+        self.sizes = [layer.d for layer in self.layers] + [f * k for f, k in SHAPES]
+        self.noise_size = sum(self.sizes)  # 840 + 20,018
+
+    def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        device = self.layers[0].mean.device
+        return torch.randn(n, self.noise_size, device=device, generator=generator)
+
+    def weights_and_bound(self, noise: Tensor) -> tuple[list[Tensor], Tensor]:
+        parts = noise.split(self.sizes, dim=1)
+        noise_w = [part.unflatten(1, shape) for part, shape in zip(parts[4:], SHAPES)]
+        theta, bounds = zip(*(layer(*e) for layer, *e in zip(self.layers, parts[:4], noise_w)))
+        return list(theta), sum(bounds)
+
+    def forward(self, noise: Tensor) -> list[Tensor]:
+        return fix_gauge(self.weights_and_bound(noise)[0])
+
+    def draw(self, n: int) -> tuple[list[Tensor], Tensor]:
+        theta, bound = self.weights_and_bound(self.noise(n))
+        return theta, -bound.mean()
+
+
+# ---- Main ----------------------------------------------------------------------------------------
+
+
+def provenance(argv: list[str] | None, args: argparse.Namespace) -> dict:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return dict(
+        command=" ".join(["python", f"{NAME}.py", *(sys.argv[1:] if argv is None else argv)]),
+        seed=args.seed,
+        commit=commit,
+        hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
+        torch=torch.__version__,
+        data="made up" if args.fake_data else "MNIST",
+    )
+
+
+def main(argv: list[str] | None = None) -> dict:
+    args = parse_args(argv)
+    config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    (args.out / "config.json").write_text(json.dumps(config, indent=2))
+    data = load_data(args)
+    metrics = provenance(argv, args)
+    if args.checkpoint:
+        model, used = (
+            load(args.checkpoint, args.device),
+            load_checkpoint(args.checkpoint)["settings"],
+        )
+    else:
+        model, log, seconds = train(args, data)
+        used = settings(args)
+        metrics |= dict(training_seconds=round(seconds, 1), validation=log[-1])
+        plot_training(log).savefig(args.out / "training.png", dpi=150)
+
+    start = time.perf_counter()
+    title = "MNFG" if used["model"] == "mnfg" else f"lam = {used['lam']:g}"
+    title += ", MADE-UP DATA" if args.fake_data else ""
+    metrics |= dict(
+        title=title, settings=used, parameters=sum(p.numel() for p in model.parameters())
+    )
+    metrics |= analyse(model, data, args, title)
+    analysis = round(time.perf_counter() - start, 1)
+    metrics |= dict(analysis_seconds=analysis)
+    metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
+    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    tested = metrics["tested"]
+    print(f"{tested['networks']} networks: mean accuracy {100 * tested['single_mean']:.2f} %")
+    print(
+        f"majority vote, {tested['ensembles']} ensembles of {tested['ensemble_size']}: "
+        f"{100 * tested['majority_mean']:.2f} +- {100 * tested['majority_std']:.2f} %"
+    )
+    print(f"figures and metrics: {args.out}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
