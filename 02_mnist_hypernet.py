@@ -88,14 +88,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs") / NAME, help="folder for all results")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--checkpoint", type=Path, help="analyse this trained hypernetwork, without training")
+    add("--compare", type=Path, nargs="+", metavar="RUN", help="draw finished runs side by side")
     add("--validate-every", type=count, default=250, help="steps between two validations")
-    add("--networks", type=count, help="networks to test; 4000 on CUDA, 600 on the CPU")
+    add("--networks", type=count, help="networks to test; 4000 on CUDA, 400 on the CPU")
     add("--ensembles", type=count, default=20, help="ensembles, drawn from these networks")
     add("--ensemble-size", type=count, default=200, help="networks in an ensemble")
     add("--pca-samples", type=count, default=3000, help="networks in the PCA figures")
     add("--path-pairs", type=count, default=10, help="pairs of networks joined by paths")
-    add("--path-images", type=count, help="test images along paths; all on CUDA, 2000 on the CPU")
-    add("--attacked-images", type=count, help="images to attack; all on CUDA, 1000 on the CPU")
+    add("--path-images", type=count, help="test images along paths; all on CUDA, 1000 on the CPU")
+    add("--attacked-images", type=count, help="images to attack; all on CUDA, 500 on the CPU")
     add("--attacked-ensemble", type=count, default=100, help="networks in the attacked ensemble")
     add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
     args = parser.parse_args(argv)
@@ -112,9 +113,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         steps=13000 if paper else 3000,
         lr=3e-4 if paper else 1e-3 if args.model == "mnfg" else 2e-3,
         lam=55000.0 if args.model == "mnfg" else 1e3,
-        networks=4000 if cuda else 600,
-        path_images=10000 if cuda else 2000,
-        attacked_images=10000 if cuda else 1000,
+        networks=4000 if cuda else 400,
+        path_images=10000 if cuda else 1000,
+        attacked_images=10000 if cuda else 500,
     )
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -123,6 +124,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--batch must be at least 2: entropy needs a nearest other sample")
     if args.ensemble_size > args.networks:
         parser.error("--ensemble-size cannot exceed --networks, from which ensembles are drawn")
+    for folder in args.compare or ():
+        if not (folder / "metrics.json").exists() or not (folder / "hypernet.pt").exists():
+            parser.error(f"--compare {folder}: no metrics.json or no hypernet.pt there")
     if args.pca_samples < 6:
         parser.error("--pca-samples must be at least 6, the number of components shown")
     try:
@@ -315,16 +319,17 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
         done, last = step + 1, step + 1 == args.steps
         if done % LOG_EVERY == 0 or last:
             row = dict(step=done, loss=loss, loss_acc=loss_acc, entropy=entropy, acc=acc)
-            row = {name: float(value) for name, value in row.items()}
+            row = {name: value if name == "step" else value.item() for name, value in row.items()}
             if not math.isfinite(row["loss"]):
                 good = f"; {file} is the last good checkpoint" if file.exists() else ""
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr{good}")
             log.append(row)
             bar.set_postfix({name: f"{row[name]:.4g}" for name in ("loss", "acc", "entropy")})
         if done % args.validate_every == 0 or last:
-            row = dict(step=done) | validate(model, *data["val"])
-            log.append(row)
-            bar.write(" ".join(f"{name} {value:.4f}" for name, value in row.items()))
+            row = validate(model, *data["val"])
+            log.append(dict(step=done) | row)
+            numbers = (f"{name[4:]} {value:.4f}" for name, value in row.items())
+            bar.write(f"step {done}: " + ", ".join(numbers))
         if done % CHECKPOINT_EVERY == 0 or last:
             seconds = time.perf_counter() - start
             content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
@@ -390,7 +395,7 @@ def write_log(log: list[dict], file: Path) -> None:
 
 
 @torch.no_grad()
-def predict(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
+def predict(theta: list[Tensor], x: Tensor, images: int = 250) -> Tensor:
     """Probabilities (N, B, 10) of N networks on the same images (B, 1, 28, 28), `images` at a time
     so that the activations stay small."""
     logits = [
@@ -631,17 +636,20 @@ def plot_training(log: list[dict]) -> Figure:
     return figure
 
 
-def plot_histogram(tested: dict, title: str) -> Figure:
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-    ax = figure.subplots()
-    accs = [100 * a for a in tested["accuracies"]]
-    ax.hist(accs, bins=[97 + 0.05 * i for i in range(53)])
-    ax.axvline(100 * tested["majority_mean"], color="C1", ls="--", label="majority vote")
-    below = sum(a < 97 for a in accs)
-    note = f" ({below} below 97 % not shown)" if below else ""
-    ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(97, 99.6))
-    ax.set_title(f"{title}, {len(accs)} networks{note}", fontsize=11)
-    ax.legend(loc="upper left")
+def plot_histogram(runs: list[dict]) -> Figure:
+    """Test accuracies of generated networks, one panel for each run."""
+    figure = Figure(figsize=(5.2 * len(runs), 3.6), layout="constrained")
+    for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        accs = [100 * a for a in run["tested"]["accuracies"]]
+        ax.hist(accs, bins=[97 + 0.05 * i for i in range(53)])
+        vote = 100 * run["tested"]["majority_mean"]
+        size = run["tested"]["ensemble_size"]
+        ax.axvline(vote, color="C1", ls="--", label=f"majority of {size}: {vote:.2f} %")
+        below = sum(a < 97 for a in accs)
+        note = f"\n({below} below 97 % not shown)" if below else ""
+        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(97, 99.6))
+        ax.set_title(f"{run['title']}, {len(accs)} networks{note}", fontsize=11)
+        ax.legend(loc="upper left")
     return figure
 
 
@@ -685,15 +693,19 @@ def plot_pca(samples: Tensor, title: str) -> Figure:
     return figure
 
 
-def plot_paths(result: dict, show: int = 3) -> Figure:
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for i, ax in enumerate(figure.subplots(1, show, sharey=True)):
-        for name, style in (("interpolated", "-"), ("direct", "--")):
-            accs = [100 * a for a in result[name][i]] if i < result["pairs"] else []
-            ax.plot([k / (len(accs) - 1) for k in range(len(accs))], accs, style, label=name)
-        ax.set(xlabel="t, from G(z2) to G(z1)", title=f"pair {i + 1}")
-    figure.axes[0].set_ylabel(f"accuracy (%) on {result['images']} images")
-    figure.axes[0].legend()
+def plot_paths(runs: list[dict], pairs: int = 3) -> Figure:
+    """Accuracy along paths between two networks: one row for each run, one column for each pair."""
+    figure = Figure(figsize=(11, 3 * len(runs)), layout="constrained")
+    axes = figure.subplots(len(runs), pairs, sharey="row", squeeze=False)
+    for row, run in zip(axes, runs):
+        for i, ax in enumerate(row[: run["paths"]["pairs"]]):
+            for name, style in (("interpolated", "-"), ("direct", "--")):
+                accs = [100 * a for a in run["paths"][name][i]]
+                t = [k / (len(accs) - 1) for k in range(len(accs))]
+                ax.plot(t, accs, style, label=f"{name} path")
+            ax.set(xlabel="t, from G(z2) to G(z1)", title=f"{run['title']}, pair {i + 1}")
+        row[0].set_ylabel(f"accuracy (%) on {run['paths']['images']} images")
+        row[0].legend()
     return figure
 
 
@@ -708,16 +720,21 @@ def plot_ensembles(tested: dict) -> Figure:
     return figure
 
 
-def plot_adversarial(result: dict) -> Figure:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    titles = dict(fooled="misclassified", target="classified as the attacker's target")
-    for ax, (criterion, title) in zip(figure.subplots(1, 2, sharey=True), titles.items()):
-        for kind, style in (("single", "--"), ("ensemble", "-")):
-            label = "one network" if kind == "single" else f"ensemble of {result['ensemble_size']}"
-            ax.plot(result["epsilons"], result[f"{kind}_{criterion}"], style, label=label)
-        ax.set(xlabel="epsilon (1 = white - black)", title=title, ylim=(0, 1))
-    figure.axes[0].set_ylabel(f"share of {result['images']} images")
-    figure.axes[0].legend()
+def plot_adversarial(runs: list[dict]) -> Figure:
+    """How often adversarial examples succeed: one row for each run, one column per criterion."""
+    figure = Figure(figsize=(9, 3.2 * len(runs)), layout="constrained")
+    titles = dict(fooled="misclassified", target="taken for the attacker's target")
+    for row, run in zip(figure.subplots(len(runs), 2, sharey=True, squeeze=False), runs):
+        result = run["adversarial"]
+        for ax, (criterion, title) in zip(row, titles.items()):
+            for kind, style in (("single", "--"), ("ensemble", "-")):
+                members = result["ensemble_size"]
+                label = "the attacked network" if kind == "single" else f"ensemble of {members}"
+                ax.plot(result["epsilons"], result[f"{kind}_{criterion}"], style, label=label)
+            ax.set(xlabel="epsilon (1 = white - black)", ylim=(0, 1))
+            ax.set_title(f"{run['title']}: {title}", fontsize=11)
+        row[0].set_ylabel(f"share of {result['images']} images")
+        row[0].legend()
     return figure
 
 
@@ -756,42 +773,83 @@ def plot_rotation(result: dict) -> Figure:
 def analyse(model: nn.Module, data: dict, args: argparse.Namespace, title: str) -> dict:
     """All analyses of the paper and a few more: figures into --out, numbers returned."""
     x, y = data["test"]
-
-    def save_figure(figure: Figure, name: str) -> None:
-        figure.savefig(args.out / f"{name}.png", dpi=150)
-
-    tested = test_networks(model, x, y, args)
-    save_figure(plot_histogram(tested, title), "histogram")
-    save_figure(plot_ensembles(tested), "ensembles")
-    save_figure(plot_calibration(tested["calibration"]), "calibration")
-
     generator = torch.Generator(x.device).manual_seed(7)
     theta = sample(model, args.pca_samples, generator)
-    save_figure(plot_filters(theta), "filters")
-    for i in range(3):
-        save_figure(plot_pca(theta[i][:, 0], f"layer {i + 1}, filter 1"), f"pca_filter{i + 1}")
-    for i in range(4):
-        save_figure(plot_pca(theta[i].flatten(1), f"layer {i + 1}"), f"pca_layer{i + 1}")
-    save_figure(plot_pca(flat(theta), "whole network"), "pca_network")
-    entropy = knn_entropy(flat([filters[:1000] for filters in theta]), model.noise_size)
-
-    walked = paths(model, x[: args.path_images], y[: args.path_images], args.path_pairs)
-    save_figure(plot_paths(walked), "paths")
-    attacked = x[: args.attacked_images], y[: args.attacked_images]
-    attack = adversarial(model, *attacked, args.attacked_ensemble)
-    save_figure(plot_adversarial(attack), "adversarial")
     six = x[(y == 6).nonzero()[0, 0]]
     rotated = rotation(model, six, args.ensemble_size)
-    save_figure(plot_rotation(rotated), "rotation")
-    rotated.pop("images")
-    return dict(
-        entropy=entropy.item(),
-        tested=tested,
-        paths=walked,
-        adversarial=attack,
-        rotation=rotated,
+    run = dict(
+        title=title,
+        tested=test_networks(model, x, y, args),
+        paths=paths(model, x[: args.path_images], y[: args.path_images], args.path_pairs),
+        adversarial=adversarial(
+            model, x[: args.attacked_images], y[: args.attacked_images], args.attacked_ensemble
+        ),
         variance_shares=pca(flat(theta))[1].tolist(),
+        rotation={name: value for name, value in rotated.items() if name != "images"},
     )
+    figures = dict(
+        histogram=plot_histogram([run]),
+        ensembles=plot_ensembles(run["tested"]),
+        calibration=plot_calibration(run["tested"]["calibration"]),
+        paths=plot_paths([run]),
+        adversarial=plot_adversarial([run]),
+        rotation=plot_rotation(rotated),
+        filters=plot_filters(theta),
+        pca_network=plot_pca(flat(theta), "whole network"),
+    )
+    for i, filters in enumerate(theta, start=1):
+        figures[f"pca_layer{i}"] = plot_pca(filters.flatten(1), f"layer {i}")
+        if i < 4:
+            figures[f"pca_filter{i}"] = plot_pca(filters[:, 0], f"layer {i}, filter 1")
+    for name, figure in figures.items():
+        figure.savefig(args.out / f"{name}.png", dpi=150)
+    return run
+
+
+def compare(folders: list[Path], out: Path, device: str) -> dict:
+    """A table and four figures of finished runs side by side."""
+    runs, rows, scores = [], [], []
+    for folder in folders:
+        run, model = json.loads((folder / "metrics.json").read_text()), load(folder / "hypernet.pt")
+        start = time.perf_counter()
+        theta = flat(sample(model.to(device), 1000, torch.Generator(device).manual_seed(8))).cpu()
+        rate = 1000 / (time.perf_counter() - start)
+        runs.append(run)
+        scores.append(pca(theta))
+        rows.append(
+            dict(
+                model=run["title"],
+                single=run["tested"]["single_mean"],
+                majority=run["tested"]["majority_mean"],
+                disagreement=run["tested"]["disagreement"],
+                entropy=knn_entropy(theta, dim=Hypernetwork.noise_size).item(),  # one dim for all
+                direct_dip=run["paths"]["direct_dip"],
+                interpolated_dip=run["paths"]["interpolated_dip"],
+                fooled_single=run["adversarial"]["single_fooled"][10],  # epsilon = 0.1
+                fooled_ensemble=run["adversarial"]["ensemble_fooled"][10],
+                parameters=run["parameters"],
+                training_seconds=run.get("training_seconds"),
+                networks_per_second=round(rate),
+            )
+        )
+    figure = Figure(figsize=(4 * len(runs), 3.8), layout="constrained")
+    for ax, run, (points, shares) in zip(
+        figure.subplots(1, len(runs), squeeze=False)[0], runs, scores
+    ):
+        ax.plot(points[:, 0], points[:, 1], ".", markersize=2, alpha=0.5)
+        ax.set(xlabel=f"PC 1 ({100 * shares[0]:.1f} %)", ylabel=f"PC 2 ({100 * shares[1]:.1f} %)")
+        ax.set(title=f"{run['title']}: whole network")
+    figures = dict(histogram=plot_histogram(runs), paths=plot_paths(runs), pca=figure)
+    figures["adversarial"] = plot_adversarial(runs)
+    for name, figure in figures.items():
+        figure.savefig(out / f"compare_{name}.png", dpi=150)
+    (out / "compare.json").write_text(json.dumps(rows, indent=1))
+    for name in rows[0]:
+        print(
+            f"{name:20s}",
+            *(f"{v:>14.4f}" if isinstance(v := row[name], float) else f"{v!s:>14}" for row in rows),
+        )
+    return dict(rows=rows)
 
 
 # ---- Baseline: multiplicative normalizing flows (MNFG) -------------------------------------------
@@ -943,6 +1001,8 @@ def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
     config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     (args.out / "config.json").write_text(json.dumps(config, indent=2))
+    if args.compare:
+        return compare(args.compare, args.out, args.device)
     data = load_data(args)
     metrics = provenance(argv, args)
     if args.checkpoint:

@@ -33,15 +33,18 @@ def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
         )
     if metric not in ("euclidean", "manhattan"):
         raise ValueError(f"metric must be 'euclidean' or 'manhattan', got {metric!r}")
-    p = 2.0 if metric == "euclidean" else 1.0
 
     # Which sample is nearest has no gradient, so the N x N distances need none, and only the N
-    # smallest are computed again with it. Differences, not |a|^2 + |b|^2 - 2ab: the faster
-    # matrix-product form loses small distances between samples that are far from the origin.
+    # smallest are computed again with it. |a - b|^2 = |a|^2 + |b|^2 - 2 ab is the fastest way to
+    # find them; in float64, as in float32 it loses samples that are close but far from the origin.
     with torch.no_grad():
-        distances = torch.cdist(
-            samples, samples, p=p, compute_mode="donot_use_mm_for_euclid_dist"
-        )  # (N, N)
+        if metric == "euclidean":
+            centred = samples.double()
+            centred = centred - centred.mean(dim=0)
+            squares = torch.einsum("nd,nd->n", centred, centred)
+            distances = squares[:, None] + squares - 2 * (centred @ centred.T)  # (N, N)
+        else:
+            distances = torch.cdist(samples, samples, p=1)
         nearest = distances.fill_diagonal_(torch.inf).argmin(dim=1)  # (N,)
 
     # The floor keeps value and gradient finite where two samples coincide.

@@ -1,0 +1,159 @@
+"""How fast are the layers of common.py, and what does a hypernetwork add to a training step?
+
+    python tests/benchmark.py        # a few minutes; nothing else should run beside it
+
+Forward plus backward of N networks on N batches: our layers, a plain Python loop over
+torch.nn.functional, and torch.vmap of the same plain network, measured in turn so that a slow
+moment of the machine hits all three. Above 1 means that ours are faster.
+"""
+
+import importlib
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import batch_norm, conv2d, each_network, linear, max_pool2d  # noqa: E402
+
+mnist = importlib.import_module("02_mnist_hypernet")
+
+
+def lenet(x, theta):
+    x = max_pool2d(conv2d(x, theta[0], 5), 2).relu()
+    x = max_pool2d(conv2d(x, theta[1], 5), 2).relu()
+    x = linear(x.flatten(2), theta[2]).relu()
+    x = linear(x, theta[3]).relu()
+    return linear(x, theta[4])
+
+
+def resnet_part(x, theta):
+    """The stem of a ResNet-32, one block of its first stage, and the step to the second."""
+    x = batch_norm(conv2d(x, theta[0], 3, padding=1, bias=False), theta[1], theta[2]).relu()
+    y = batch_norm(conv2d(x, theta[3], 3, padding=1, bias=False), theta[1], theta[2]).relu()
+    x = (x + batch_norm(conv2d(y, theta[4], 3, padding=1, bias=False), theta[1], theta[2])).relu()
+    return conv2d(x, theta[5], 3, stride=2, padding=1, bias=False).mean(dim=(-2, -1))
+
+
+def plain_conv(x, w, k, stride=1, padding=0, bias=True):
+    weight, shift = (w[:, :-1], w[:, -1]) if bias else (w, None)
+    return F.conv2d(x, weight.reshape(len(w), x.shape[1], k, k), shift, stride, padding)
+
+
+def plain_linear(x, w):
+    return F.linear(x, w[:, :-1], w[:, -1])
+
+
+def plain_norm(x, gamma, beta):
+    return F.batch_norm(x, None, None, gamma, beta, training=True)
+
+
+def plain_mnist(x, *theta):
+    x = F.max_pool2d(plain_conv(x, theta[0], 5, padding=2), 2).relu()
+    x = F.max_pool2d(plain_conv(x, theta[1], 5, padding=2), 2).relu()
+    return plain_linear(plain_linear(x.flatten(1), theta[2]).relu(), theta[3])
+
+
+def plain_lenet(x, *theta):
+    x = F.max_pool2d(plain_conv(x, theta[0], 5), 2).relu()
+    x = F.max_pool2d(plain_conv(x, theta[1], 5), 2).relu().flatten(1)
+    for w in theta[2:4]:
+        x = plain_linear(x, w).relu()
+    return plain_linear(x, theta[4])
+
+
+def plain_resnet_part(x, *theta):
+    x = plain_norm(plain_conv(x, theta[0], 3, 1, 1, False), theta[1], theta[2]).relu()
+    y = plain_norm(plain_conv(x, theta[3], 3, 1, 1, False), theta[1], theta[2]).relu()
+    x = (x + plain_norm(plain_conv(y, theta[4], 3, 1, 1, False), theta[1], theta[2])).relu()
+    return plain_conv(x, theta[5], 3, 2, 1, False).mean(dim=(-2, -1))
+
+
+# name: (our network, plain network, N, images (B, C, H, W), weights (F, K + 1))
+CASES = {
+    "MNIST": (mnist.target_network, plain_mnist, 32, (32, 1, 28, 28), mnist.SHAPES),
+    "LeNet": (
+        lenet,
+        plain_lenet,
+        10,
+        (128, 3, 32, 32),
+        [(6, 76), (16, 151), (120, 401), (84, 121), (10, 85)],
+    ),
+    "ResNet-32, part": (
+        resnet_part,
+        plain_resnet_part,
+        4,
+        (64, 3, 32, 32),
+        [(16, 27), (16,), (16,), (16, 144), (16, 144), (32, 144)],
+    ),
+}
+
+
+def timed(functions: dict, rounds: int = 7) -> dict:
+    """Median seconds of each, called in turn."""
+    seconds = {name: [] for name in functions}
+    for i in range(rounds + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            if i > 0:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def networks_row(name: str) -> None:
+    ours, plain, n, image, shapes = CASES[name]
+    x = torch.randn(n, *image)
+    theta = [(torch.randn(n, *s) / s[-1] ** 0.5).requires_grad_() for s in shapes]
+
+    def loop():
+        return torch.stack([plain(x[i], *(t[i] for t in theta)) for i in range(n)])
+
+    def backward(out):
+        torch.autograd.grad(out.square().mean(), theta)
+
+    result = timed(
+        dict(
+            ours=lambda: backward(each_network(ours, x, theta)),
+            loop=lambda: backward(loop()),
+            vmap=lambda: backward(torch.vmap(plain)(x, *theta)),
+        )
+    )
+    ratios = [result[k] / result["ours"] for k in ("loop", "vmap")]
+    print(f"{name:18s}{1000 * result['ours']:11.0f}{ratios[0]:13.2f}{ratios[1]:13.2f}")
+
+
+def step_table() -> None:
+    torch.manual_seed(0)
+    model = mnist.Hypernetwork()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    images, labels = torch.rand(2000, 1, 28, 28), torch.randint(10, (2000,))
+    index = torch.randint(2000, (32, 32))
+    x, y = images[index], labels[index]
+    theta = [t.detach().requires_grad_() for t in model(model.noise(32))]
+
+    def step():
+        index = torch.randint(2000, (32, 32))
+        loss, *_ = mnist.training_step(model, images[index], labels[index], 1e3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def bare():
+        logits = each_network(mnist.target_network, x, theta)
+        torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), y.flatten()), theta)
+
+    result = timed(dict(step=step, bare=bare), rounds=15)
+    ratio = result["step"] / result["bare"]
+    print(f"MNIST training step {1000 * result['step']:.0f} ms, {ratio:.2f} times its 32 networks")
+
+
+if __name__ == "__main__":
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{'networks':18s}{'ours (ms)':>11s}{'loop / ours':>13s}{'vmap / ours':>13s}")
+    for name in CASES:
+        networks_row(name)
+    step_table()

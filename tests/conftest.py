@@ -1,0 +1,13 @@
+import importlib
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def toy():
+    return importlib.import_module("01_toy_gaussian_mixture")
+
+
+@pytest.fixture(scope="session")
+def mnist():
+    return importlib.import_module("02_mnist_hypernet")
