@@ -629,7 +629,8 @@ def plot_training(log: list[dict]) -> Figure:
     for name, label in labels.items():
         style = "o-" if name in ("mean", "majority") else ":"
         left.plot(steps, [100 * row[f"val_{name}"] for row in rows], style, label=label)
-    left.set(xlabel="training step", ylabel="validation accuracy (%)", ylim=(95, 100))
+    bottom = min(97, 100 * rows[-1]["val_min"] - 2)
+    left.set(xlabel="training step", ylabel="validation accuracy (%)", ylim=(bottom, 100))
     left.legend()
     right.plot(steps, [row["val_entropy"] for row in rows], "o-", color="C4")
     right.set(xlabel="training step", ylabel="entropy of the weights (nats)")
@@ -641,13 +642,14 @@ def plot_histogram(runs: list[dict]) -> Figure:
     figure = Figure(figsize=(5.2 * len(runs), 3.6), layout="constrained")
     for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
         accs = [100 * a for a in run["tested"]["accuracies"]]
-        ax.hist(accs, bins=[97 + 0.05 * i for i in range(53)])
+        low = min(97, math.floor(sorted(accs)[len(accs) // 100]))  # hides at most one in a hundred
+        ax.hist(accs, bins=[low + (99.6 - low) * i / 52 for i in range(53)])
         vote = 100 * run["tested"]["majority_mean"]
         size = run["tested"]["ensemble_size"]
         ax.axvline(vote, color="C1", ls="--", label=f"majority of {size}: {vote:.2f} %")
-        below = sum(a < 97 for a in accs)
-        note = f"\n({below} below 97 % not shown)" if below else ""
-        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(97, 99.6))
+        below = sum(a < low for a in accs)
+        note = f"\n({below} below {low} % not shown)" if below else ""
+        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(low, 99.6))
         ax.set_title(f"{run['title']}, {len(accs)} networks{note}", fontsize=11)
         ax.legend(loc="upper left")
     return figure

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import os
@@ -164,7 +165,7 @@ def test_paths_share_their_ends(mnist):
 
 def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
     torch.manual_seed(0)
-    theta = mnist.sample(mnist.Hypernetwork("ours"), 1)
+    theta = [torch.randn(1, f, k) / k**0.5 for f, k in mnist.SHAPES]
     x = torch.rand(8, 1, 28, 28)
     target = torch.arange(8)
     sign = mnist.fast_gradient(theta, x, target)
@@ -306,23 +307,29 @@ def test_small_run_writes_everything(mnist, tmp_path, model):
 
 
 def test_it_learns(mnist, tmp_path):
-    """Made-up patterns, a minute of a network's life: far above chance."""
-    arguments = ["--fake-data", "--device", "cpu", "--steps", "60", "--batch", "4", "--out"]
-    args = mnist.parse_args([*arguments, str(tmp_path), "--validate-every", "60"])
+    """Made-up patterns, a short life: far above the 10 % of chance."""
+    arguments = ["--fake-data", "--device", "cpu", "--steps", "150", "--batch", "8", "--out"]
+    args = mnist.parse_args([*arguments, str(tmp_path), "--validate-every", "150"])
     _, log, _ = mnist.train(args, mnist.load_data(args))
-    assert log[-1]["val_majority"] > 0.3
+    assert log[-1]["val_majority"] > 0.5
 
 
 @pytest.mark.parametrize("model", ["hypernet", "mnfg"])
-def test_training_step_on_fake_cuda(mnist, model):
-    with FakeTensorMode():
-        net = mnist.make_model(dict(model=model, recipe="ours")).to("cuda")
-        x = torch.rand(4, 3, 1, 28, 28, device="cuda")
-        y = torch.zeros(4, 3, dtype=torch.long, device="cuda")
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_training_step_without_the_device(mnist, model, device, monkeypatch):
+    """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
+    cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
+    monkeypatch.setattr(nn.init, "trunc_normal_", lambda tensor, **_: tensor)  # it reads values
+    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
+        with torch.device(device):  # for the parameters; the step must find its device by itself
+            net = mnist.make_model(dict(model=model, recipe="ours"))
+        x = torch.rand(4, 3, 1, 28, 28, device=device)
+        y = torch.zeros(4, 3, dtype=torch.long, device=device)
         loss, *_ = mnist.training_step(net, x, y, 1e3)
-        loss.backward()
-        assert loss.device.type == "cuda"
-        assert all(p.grad is None or p.grad.device.type == "cuda" for p in net.parameters())
+        assert loss.device.type == device
+        if device == "meta":
+            loss.backward()
+            assert all(p.grad.device.type == device for p in net.parameters())
 
 
 def test_resume_after_kill_is_bit_identical(mnist, tmp_path):
