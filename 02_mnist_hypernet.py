@@ -290,7 +290,14 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
     """Returns the trained model, its log and the seconds it took."""
     torch.manual_seed(args.seed)
     model = make_model(settings(args)).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters())
+    # MNFG's log deviations start at -9 and have far to go. Its authors give them 55,000 steps; here
+    # they get ten times the rate instead.
+    groups = dict(slow=[], fast=[])
+    for name, parameter in model.named_parameters():
+        groups["fast" if name.endswith(("log_std", "bias_log_var")) else "slow"].append(parameter)
+    optimizer = torch.optim.Adam(
+        [dict(params=groups["slow"], scale=1.0), dict(params=groups["fast"], scale=10.0)]
+    )
     file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
     if args.resume and file.exists():
         state = load_checkpoint(file, args)
@@ -307,7 +314,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2)
     for step in bar:
         model.train()
-        optimizer.param_groups[0]["lr"] = learning_rate(args, step)
+        for group in optimizer.param_groups:
+            group["lr"] = group["scale"] * learning_rate(args, step)
         index = torch.randint(len(x), (args.batch, args.images), device=x.device)
         loss, loss_acc, entropy, acc = training_step(model, x[index], y[index], args.lam)
         optimizer.zero_grad()
