@@ -81,6 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lam", type=positive, help="weight of accuracy; 1e3, for mnfg the number of images")
     add("--batch", type=count, default=32, help="samples of z, that is networks, in a step")
     add("--images", type=count, default=32, help="images per network in a step")
+    add("--shift", type=int, help="pixels that training images move at most; 1, paper's recipe 0")
     add("--seed", type=int, default=0, help="random seed")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--data", type=Path, default=Path("data"), help="folder of MNIST; filled if it is empty")
@@ -112,6 +113,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     defaults = dict(
         steps=13000 if paper else 3000,
         lr=3e-4 if paper else 1e-3 if args.model == "mnfg" else 2e-3,
+        shift=0 if paper else 1,
         lam=55000.0 if args.model == "mnfg" else 1e3,
         networks=4000 if cuda else 400,
         path_images=10000 if cuda else 1000,
@@ -122,6 +124,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.batch < 2:
         parser.error("--batch must be at least 2: entropy needs a nearest other sample")
+    if args.shift < 0:
+        parser.error("--shift cannot be negative")
     if args.ensemble_size > args.networks:
         parser.error("--ensemble-size cannot exceed --networks, from which ensembles are drawn")
     for folder in args.compare or ():
@@ -162,15 +166,22 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
 
 
+def shifted_windows(x: Tensor, shift: int) -> Tensor:
+    """(B, 1, 28, 28) -> (B, s, s, 1, 28, 28): every image in all s = 2 * shift + 1 positions per
+    direction. A view of the padded images, so that it costs no more memory than they do."""
+    windows = F.pad(x, [shift] * 4).unfold(2, 28, 1).unfold(3, 28, 1)  # (B, 1, s, s, 28, 28)
+    return windows.permute(0, 2, 3, 1, 4, 5)
+
+
 def fake_data(number: int) -> tuple[Tensor, Tensor]:
     """Ten smooth random patterns, shifted by up to two pixels, plus noise."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(10, 1, 7, 7, generator=generator)
-    patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
-    windows = patterns.unfold(2, 28, 1).unfold(3, 28, 1)  # (10, 1, 5, 5, 28, 28): all shifts
-    y, row, column = (torch.randint(k, (number,), generator=generator) for k in (10, 5, 5))
+    patterns = F.interpolate(patterns, 28, mode="bicubic", align_corners=False)
+    windows = shifted_windows(patterns, 2)
+    y, row, column = (torch.randint(k, (number,), generator=generator) for k in windows.shape[:3])
     noise = torch.randn(number, 1, 28, 28, generator=generator)
-    return (0.5 + 0.15 * windows[y, :, row, column] + 0.15 * noise).clamp(0, 1), y
+    return (0.5 + 0.15 * windows[y, row, column] + 0.15 * noise).clamp(0, 1), y
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -283,7 +294,18 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / (args.steps - warm_up))
 
 
-SETTINGS = ["model", "recipe", "steps", "lr", "lam", "batch", "images", "seed", "fake_data"]
+SETTINGS = [
+    "model",
+    "recipe",
+    "steps",
+    "lr",
+    "lam",
+    "batch",
+    "images",
+    "shift",
+    "seed",
+    "fake_data",
+]
 
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], float]:
@@ -309,15 +331,18 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
             torch.cuda.set_rng_state(state["cuda_rng"])
         print(f"resuming at step {first} of {args.steps}")
 
-    x, y = data["train"]
+    windows, y = shifted_windows(data["train"][0], args.shift), data["train"][1]
     start = time.perf_counter() - seconds
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2)
     for step in bar:
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = group["scale"] * learning_rate(args, step)
-        index = torch.randint(len(x), (args.batch, args.images), device=x.device)
-        loss, loss_acc, entropy, acc = training_step(model, x[index], y[index], args.lam)
+        index, row, column = (
+            torch.randint(k, (args.batch, args.images), device=y.device) for k in windows.shape[:3]
+        )
+        x = windows[index, row, column]  # (N, B, 1, 28, 28): different images for each network
+        loss, loss_acc, entropy, acc = training_step(model, x, y[index], args.lam)
         optimizer.zero_grad()
         loss.backward()
         # Rare spikes of the gradient can kill every network for good; they are cut at 5 lam.

@@ -110,6 +110,16 @@ def test_flat_and_back(mnist):
     assert all(torch.equal(a, b) for a, b in zip(theta, mnist.unflat(mnist.flat(theta))))
 
 
+def test_shifted_windows(mnist):
+    """Against torch.roll: the border is black, so that what leaves and what enters is zero."""
+    x = F.pad(torch.rand(3, 1, 20, 20), [4] * 4)
+    windows = mnist.shifted_windows(x, 2)
+    assert windows.shape == (3, 5, 5, 1, 28, 28)
+    assert torch.equal(windows[:, 2, 2], x)
+    assert torch.equal(windows[:, 0, 3], x.roll((2, -1), dims=(2, 3)))
+    assert torch.equal(mnist.shifted_windows(x, 0)[:, 0, 0], x)
+
+
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
