@@ -181,7 +181,7 @@ def fake_data(number: int) -> tuple[Tensor, Tensor]:
     windows = shifted_windows(patterns, 2)
     y, row, column = (torch.randint(k, (number,), generator=generator) for k in windows.shape[:3])
     noise = torch.randn(number, 1, 28, 28, generator=generator)
-    return (0.5 + 0.15 * windows[y, row, column] + 0.15 * noise).clamp(0, 1), y
+    return (0.6 * windows[y, row, column] + 0.1 * noise).clamp(0, 1), y
 
 
 # ---- Target network ------------------------------------------------------------------------------
