@@ -361,8 +361,7 @@ def main(argv: list[str] | None = None) -> dict:
     settings = {name: getattr(args, name) for name in ("steps", "batch", "lr", "l2")}
     checkpoint = args.out / "checkpoint.pt"
     finished = load_finished(checkpoint, settings) if args.resume else {}
-    config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    (args.out / "config.json").write_text(json.dumps(config, indent=2))
+    (args.out / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
 
     seeds = [(args.lam, seed) for seed in range(args.seed, args.seed + args.seeds)]
     sweep = [(lam, args.seed) for lam in sorted({*LAMS, args.lam})]

@@ -131,8 +131,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for folder in args.compare or ():
         if not (folder / "metrics.json").exists() or not (folder / "hypernet.pt").exists():
             parser.error(f"--compare {folder}: no metrics.json or no hypernet.pt there")
-    if args.pca_samples < 6:
-        parser.error("--pca-samples must be at least 6, the number of components shown")
+    if args.pca_samples < 25:
+        parser.error("--pca-samples must be at least 25, the number of filters shown")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "config.json").touch()
@@ -331,6 +331,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
             torch.cuda.set_rng_state(state["cuda_rng"])
         print(f"resuming at step {first} of {args.steps}")
 
+    (args.out / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
+
     windows, y = shifted_windows(data["train"][0], args.shift), data["train"][1]
     start = time.perf_counter() - seconds
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2)
@@ -346,14 +348,14 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
         optimizer.zero_grad()
         loss.backward()
         # Rare spikes of the gradient can kill every network for good; they are cut at 5 lam.
-        nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)
         optimizer.step()
 
         done, last = step + 1, step + 1 == args.steps
         if done % LOG_EVERY == 0 or last:
             row = dict(step=done, loss=loss, loss_acc=loss_acc, entropy=entropy, acc=acc)
             row = {name: value if name == "step" else value.item() for name, value in row.items()}
-            if not math.isfinite(row["loss"]):
+            if not math.isfinite(row["loss"] + norm.item()):
                 good = f"; {file} is the last good checkpoint" if file.exists() else ""
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr{good}")
             log.append(row)
@@ -1034,8 +1036,6 @@ def provenance(argv: list[str] | None, args: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
-    config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-    (args.out / "config.json").write_text(json.dumps(config, indent=2))
     if args.compare:
         return compare(args.compare, args.out, args.device)
     data = load_data(args)
