@@ -69,12 +69,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--model",
-        choices=["hypernet", "mnfg"],
-        default="hypernet",
-        help="the method or its baseline",
-    )
+    add("--model", choices=["hypernet", "mnfg"], default="hypernet", help="method or baseline")
     add("--recipe", choices=["ours", "paper"], default="ours", help="start and learning rates")
     add("--steps", type=count, help="training steps; 3000, or 13000 for the paper's recipe")
     add("--lr", type=positive, help="of Adam; 2e-3, for mnfg 1e-3, for the paper's recipe 3e-4")
@@ -86,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--data", type=Path, default=Path("data"), help="folder of MNIST; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without MNIST")
-    add("--out", type=Path, default=Path("runs") / NAME, help="folder for all results")
+    add("--out", type=Path, help=f"folder for all results; runs/{NAME}[_mnfg, _analysis, _compare]")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--checkpoint", type=Path, help="analyse this trained hypernetwork, without training")
     add("--compare", type=Path, nargs="+", metavar="RUN", help="draw finished runs side by side")
@@ -109,12 +104,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {args.device}")
-    cuda, paper = args.device == "cuda", args.recipe == "paper"
+    cuda, paper, mnfg = args.device == "cuda", args.recipe == "paper", args.model == "mnfg"
+    suffix = "_analysis" if args.checkpoint else "_compare" if args.compare else "_mnfg" * mnfg
     defaults = dict(
+        out=Path("runs") / (NAME + suffix),
         steps=13000 if paper else 3000,
-        lr=3e-4 if paper else 1e-3 if args.model == "mnfg" else 2e-3,
+        lr=1e-3 if mnfg else 3e-4 if paper else 2e-3,
         shift=0 if paper else 1,
-        lam=55000.0 if args.model == "mnfg" else 1e3,
+        lam=1e3 if not mnfg else 5000.0 if args.fake_data else 55000.0,
         networks=4000 if cuda else 400,
         path_images=10000 if cuda else 1000,
         attacked_images=10000 if cuda else 500,
@@ -126,6 +123,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--batch must be at least 2: entropy needs a nearest other sample")
     if args.shift < 0:
         parser.error("--shift cannot be negative")
+    if args.networks < 2:
+        parser.error("--networks must be at least 2, to see how far they disagree")
+    if args.checkpoint and not args.checkpoint.is_file():
+        parser.error(f"--checkpoint {args.checkpoint}: no such file")
     if args.ensemble_size > args.networks:
         parser.error("--ensemble-size cannot exceed --networks, from which ensembles are drawn")
     for folder in args.compare or ():
@@ -291,7 +292,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     if args.recipe == "paper":
         return args.lr * 0.99998**step
     warm_up = min(200, args.steps // 5 + 1)
-    return args.lr * min((step + 1) / warm_up, (args.steps - step) / (args.steps - warm_up))
+    return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
 
 
 SETTINGS = [
@@ -321,8 +322,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
         [dict(params=groups["slow"], scale=1.0), dict(params=groups["fast"], scale=10.0)]
     )
     file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
-    if args.resume and file.exists():
-        state = load_checkpoint(file, args)
+    state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
+    if state and args.resume:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log, seconds = state["step"], state["log"], state["seconds"]
@@ -404,9 +405,8 @@ def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
     for name, value in settings(args).items() if args else ():
         if theirs.get(name) != value:
             flag = name.replace("_", "-")
-            sys.exit(
-                f"{file} has --{flag} {theirs.get(name)}, not {value}: use that or another --out"
-            )
+            remedy = "use that or another --out, or remove the file"
+            sys.exit(f"{file} has --{flag} {theirs.get(name)}, not {value}: {remedy}")
     return state
 
 
@@ -430,9 +430,10 @@ def write_log(log: list[dict], file: Path) -> None:
 
 
 @torch.no_grad()
-def predict(theta: list[Tensor], x: Tensor, images: int = 250) -> Tensor:
+def predict(theta: list[Tensor], x: Tensor, images: int | None = None) -> Tensor:
     """Probabilities (N, B, 10) of N networks on the same images (B, 1, 28, 28), `images` at a time
-    so that the activations stay small."""
+    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
+    images = images or (250 if x.device.type == "cpu" else max(1, 10000 // len(theta[0])))
     logits = [
         each_network(target_network, part.expand(len(theta[0]), *part.shape), theta)
         for part in x.split(images)
@@ -475,7 +476,7 @@ def validate(model: nn.Module, x: Tensor, y: Tensor, networks: int = 10) -> dict
         val_max=single.max().item(),
         val_majority=accuracy(majority(votes), y).item(),
         val_mean_probability=accuracy(probabilities.mean(dim=0).argmax(dim=-1), y).item(),
-        val_entropy=knn_entropy(flat(theta), model.noise_size).item(),
+        val_entropy=knn_entropy(flat(theta), Hypernetwork.noise_size).item(),  # for any model
         val_disagreement=disagreement(votes),
     )
 
@@ -540,11 +541,12 @@ def test_networks(model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespa
     return dict(
         networks=args.networks,
         single_mean=single.mean().item(),
-        single_std=single.std().item(),
+        single_std=single.std(correction=0).item(),
         single_min=single.min().item(),
         single_max=single.max().item(),
         majority_mean=by_majority.mean().item(),
-        majority_std=by_majority.std().item(),
+        majority_std=by_majority.std(correction=0).item(),
+        ensembles_overlap=args.networks < number * size,
         ensembles=number,
         ensemble_size=size,
         disagreement=disagreement(votes),
@@ -602,6 +604,8 @@ def adversarial(model: nn.Module, x: Tensor, y: Tensor, members: int) -> dict:
         one, ensemble = sample(model, 1, generator), sample(model, members, generator)
         right = predict(one, part_x)[0].argmax(dim=-1) == part_y  # attack what it gets right
         part_x, part_y = part_x[right], part_y[right]
+        if not right.any():
+            continue
         shift = torch.randint(1, 10, part_y.shape, device=x.device, generator=generator)
         target = (part_y + shift) % 10
         sign = fast_gradient(one, part_x, target)
@@ -612,7 +616,7 @@ def adversarial(model: nn.Module, x: Tensor, y: Tensor, members: int) -> dict:
             hits[2 * i + 1] += (answer == target).sum(dim=1)
         attacked += len(part_x)
     names = ["single_fooled", "single_target", "ensemble_fooled", "ensemble_target"]
-    rates = dict(zip(names, (hits / attacked).tolist()))
+    rates = dict(zip(names, (hits / max(1, attacked)).tolist()))
     return dict(images=attacked, ensemble_size=members, epsilons=EPSILONS, **rates)
 
 
@@ -678,13 +682,14 @@ def plot_histogram(runs: list[dict]) -> Figure:
     for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
         accs = [100 * a for a in run["tested"]["accuracies"]]
         low = min(97, math.floor(sorted(accs)[len(accs) // 100]))  # hides at most one in a hundred
-        ax.hist(accs, bins=[low + (99.6 - low) * i / 52 for i in range(53)])
+        high = max(99.6, max(accs))
+        ax.hist(accs, bins=[low + (high - low) * i / 52 for i in range(53)])
         vote = 100 * run["tested"]["majority_mean"]
         size = run["tested"]["ensemble_size"]
         ax.axvline(vote, color="C1", ls="--", label=f"majority of {size}: {vote:.2f} %")
         below = sum(a < low for a in accs)
         note = f"\n({below} below {low} % not shown)" if below else ""
-        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(low, 99.6))
+        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(low, high))
         ax.set_title(f"{run['title']}, {len(accs)} networks{note}", fontsize=11)
         ax.legend(loc="upper left")
     return figure
@@ -954,14 +959,14 @@ class MNFGLayer(nn.Module):
         weight = mean + std.clamp(max=0.5) * noise[..., :-1]
         bias = bias_mean + bias_std.clamp(max=0.5) * noise[..., -1]
 
-        kl_weight = gaussian_kl(mean, 2 * self.log_std).sum(dim=(1, 2))
-        kl_bias = gaussian_kl(bias_mean, self.bias_log_var).sum(dim=1)
+        divergence = gaussian_divergence(mean, 2 * self.log_std).sum(dim=(1, 2))
+        divergence = divergence + gaussian_divergence(bias_mean, self.bias_log_var).sum(dim=1)
         log_q = -0.5 * (math.log(2 * math.pi) + self.start_log_var + 1).sum() - log_det
-        bound = kl_weight + kl_bias + log_q - self.log_r(z, weight, bias)
+        bound = divergence + log_q - self.log_r(z, weight, bias)
         return torch.cat([weight, bias[..., None]], dim=-1), bound
 
     def log_r(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """log r(z | W) (N,): a lower bound of the unknown log q(z | W)."""
+        """log r(z | W) (N,), which stands in for the unknown log q(z | W)."""
         if self.conv:
             inner = (
                 torch.einsum("f,nfk->nk", self.r_weight, weight) + (bias @ self.r_weight)[:, None]
@@ -976,7 +981,7 @@ class MNFGLayer(nn.Module):
         return log_det + 0.5 * log_normal.sum(dim=1)
 
 
-def gaussian_kl(mean: Tensor, log_var: Tensor) -> Tensor:
+def gaussian_divergence(mean: Tensor, log_var: Tensor) -> Tensor:
     """KL(N(mean, var) || N(0, 1)), elementwise."""
     return 0.5 * (log_var.exp() + mean.square() - 1 - log_var)
 
@@ -1022,11 +1027,13 @@ class MNFG(nn.Module):
 
 def provenance(argv: list[str] | None, args: argparse.Namespace) -> dict:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git here
+        commit = "unknown"
     hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return dict(
         command=" ".join(["python", f"{NAME}.py", *(sys.argv[1:] if argv is None else argv)]),
-        seed=args.seed,
         commit=commit,
         hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
         torch=torch.__version__,
@@ -1053,10 +1060,9 @@ def main(argv: list[str] | None = None) -> dict:
 
     start = time.perf_counter()
     title = "MNFG" if used["model"] == "mnfg" else f"lam = {used['lam']:g}"
-    title += ", MADE-UP DATA" if args.fake_data else ""
-    metrics |= dict(
-        title=title, settings=used, parameters=sum(p.numel() for p in model.parameters())
-    )
+    title += ", MADE-UP DATA" if args.fake_data or used["fake_data"] else ""
+    parameters = sum(p.numel() for p in model.parameters())
+    metrics |= dict(seed=used["seed"], settings=used, parameters=parameters)
     metrics |= analyse(model, data, args, title)
     analysis = round(time.perf_counter() - start, 1)
     metrics |= dict(analysis_seconds=analysis)
@@ -1066,7 +1072,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(f"{tested['networks']} networks: mean accuracy {100 * tested['single_mean']:.2f} %")
     print(
         f"majority vote, {tested['ensembles']} ensembles of {tested['ensemble_size']}: "
-        f"{100 * tested['majority_mean']:.2f} +- {100 * tested['majority_std']:.2f} %"
+        f"{100 * tested['majority_mean']:.2f} %"
     )
     print(f"figures and metrics: {args.out}")
     return metrics

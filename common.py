@@ -1,4 +1,4 @@
-"""The pieces that every experiment shares, each a pure torch function that can be copied alone.
+"""The pieces that every experiment shares, each pure torch and easy to copy.
 
     knn_entropy                          how diverse is a batch of samples? (differentiable)
     fix_gauge                            remove the trivial symmetries of a network's weights
@@ -13,8 +13,6 @@ list of such tensors, first layer first.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-EULER_GAMMA = 0.5772156649015329
 
 
 def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
@@ -48,12 +46,12 @@ def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
         nearest = distances.fill_diagonal_(torch.inf).argmin(dim=1)  # (N,)
 
     # The floor keeps value and gradient finite where two samples coincide.
-    offset = samples - samples[nearest]  # (N, D)
+    offset = samples - samples.index_select(0, nearest)  # (N, D); its gradient is reproducible
     if metric == "euclidean":
         log_eps = 0.5 * torch.log(offset.square().sum(dim=1) + 1e-24)
     else:
         log_eps = torch.log(offset.abs().sum(dim=1) + 1e-12)
-    psi_n = sum(1 / k for k in range(1, n)) - EULER_GAMMA  # the digamma function at an integer
+    psi_n = sum(1 / k for k in range(1, n)) - 0.5772156649015329  # digamma of an integer
     return psi_n + dim * log_eps.mean()
 
 
@@ -66,7 +64,7 @@ def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
       Here: the squares of each filter with its bias sum to K + 1, in all layers but the last.
     - adding one number to all logits. Here: the biases of the last layer have mean 0.
     - permuting the filters of a layer (the paper leaves this one in). Here, if `sort_filters`: by
-      increasing projection on a fixed direction, a number on which only equal filters agree.
+      increasing projection on a fixed direction, on which two filters hardly ever agree.
 
     `layers` are (N, F, K + 1) tensors, first layer first, convolutions or dense layers.
     """

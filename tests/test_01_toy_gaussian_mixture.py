@@ -61,7 +61,11 @@ def test_rank_correlation(toy):
 
 def test_spacing_is_the_distance_to_the_nearest(toy):
     path = torch.tensor([[0.0, 0.0], [3.0, 0.0], [3.0, 1.0], [3.0, 5.0]])
-    torch.testing.assert_close(toy.spacing(path), torch.tensor([3.0, 1.0, 1.0, 4.0]))
+    expected = torch.tensor([3.0, 1.0, 1.0, 4.0])
+    torch.testing.assert_close(toy.spacing(path), expected, check_dtype=False)
+    close = torch.stack([8 + 1e-4 * torch.arange(40), torch.full((40,), 8.0)], dim=1)
+    plain = [min(torch.dist(a, b) for b in close if b is not a) for a in close]
+    torch.testing.assert_close(toy.spacing(close), torch.stack(plain), check_dtype=False)
 
 
 def test_objective(toy):
@@ -71,8 +75,12 @@ def test_objective(toy):
     loss, loss_acc, entropy = toy.training_step(hypernet, mixture, 10, lam=3.0, l2=0.5)
     torch.manual_seed(5)
     y = hypernet(torch.rand(10, 1) * 2 - 1)
-    expected = -3.0 * mixture(y).mean() - entropy + 0.5 * (y**2).sum() / 10
+    nearest = [min(torch.dist(y[i], y[j]).item() for j in range(10) if j != i) for i in range(10)]
+    plain = torch.digamma(torch.tensor(10.0)) + sum(math.log(d) for d in nearest) / 10
+    torch.testing.assert_close(entropy, plain, check_dtype=False)
+    expected = -3.0 * mixture(y).mean() - plain + 0.5 * (y**2).sum() / 10
     torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss_acc, -mixture(y).mean())
 
 
 def test_small_run_writes_everything(toy, tmp_path):
@@ -94,10 +102,11 @@ def test_resume_keeps_finished_trainings(toy, tmp_path):
     first = toy.main(arguments)
     checkpoint = tmp_path / "checkpoint.pt"
     content = torch.load(checkpoint, weights_only=True)
-    kept = next(iter(content["finished"]))
-    finished = {kept: content["finished"][kept]}  # as if stopped after the first training
+    kept = next(iter(content["finished"]))  # as if stopped after the first training: lam = 1.5
+    finished = {kept: content["finished"][kept] | dict(seconds=-1.0)}
     torch.save(content | dict(finished=finished), checkpoint)
     again = toy.main([*arguments, "--resume"])
+    assert [row["seconds"] == -1.0 for row in again["lams"]] == [False, False, True, False, False]
     for old, new in zip(first["lams"], again["lams"]):
         assert old | dict(seconds=0) == new | dict(seconds=0)
 
@@ -105,8 +114,11 @@ def test_resume_keeps_finished_trainings(toy, tmp_path):
 def test_resume_refuses_other_settings_and_damage(toy, tmp_path):
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--resume"]
     toy.main([*arguments, "--steps", "5"])
-    with pytest.raises(SystemExit, match="has --steps 5, not 6"):
-        toy.main([*arguments, "--steps", "6"])
+    config = (tmp_path / "config.json").read_text()
+    for more in (["--resume"], []):
+        with pytest.raises(SystemExit, match="has --steps 5, not 6"):
+            toy.main(["--device", "cpu", "--out", str(tmp_path), "--steps", "6", *more])
+    assert (tmp_path / "config.json").read_text() == config
     (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
     with pytest.raises(SystemExit, match="damaged"):
         toy.main([*arguments, "--steps", "5"])

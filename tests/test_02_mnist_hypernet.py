@@ -120,6 +120,45 @@ def test_shifted_windows(mnist):
     assert torch.equal(mnist.shifted_windows(x, 0)[:, 0, 0], x)
 
 
+def plain_logits(x, theta, n):
+    """Network n on batch n, in plain torch."""
+    w1, w2, w3, w4 = (filters[n] for filters in theta)
+    x = F.conv2d(x[n], w1[:, :-1].reshape(32, 1, 5, 5), w1[:, -1], padding=2)
+    x = F.conv2d(F.max_pool2d(x.relu(), 2), w2[:, :-1].reshape(16, 32, 5, 5), w2[:, -1], padding=2)
+    x = F.linear(F.max_pool2d(x.relu(), 2).flatten(1), w3[:, :-1], w3[:, -1]).relu()
+    return F.linear(x, w4[:, :-1], w4[:, -1])
+
+
+@pytest.mark.parametrize("kind", ["hypernet", "mnfg"])
+def test_objective(mnist, kind):
+    """loss = lam * cross-entropy - entropy (of MNFG: + its bound), from plain loops."""
+    torch.manual_seed(0)
+    model = mnist.make_model(dict(model=kind, recipe="paper"))
+    x, y = torch.rand(4, 3, 1, 28, 28), torch.randint(10, (4, 3))
+    torch.manual_seed(1)
+    loss, loss_acc, entropy, acc = mnist.training_step(model, x, y, lam=70.0)
+    torch.manual_seed(1)
+    noise = model.noise(4)
+    if kind == "hypernet":
+        theta = model(noise)
+        vectors = torch.cat([filters.flatten(1) for filters in theta], dim=1)
+        logs = [
+            min(torch.dist(vectors[i], vectors[j]) for j in range(4) if j != i).log()
+            for i in range(4)
+        ]
+        plain = torch.digamma(torch.tensor(4.0)) + 300 * sum(logs) / 4
+    else:
+        theta, bound = model.weights_and_bound(noise)
+        plain = -bound.sum() / 4
+    logits = [plain_logits(x, theta, n) for n in range(4)]
+    cross_entropy = sum(F.cross_entropy(logits[n], y[n]) for n in range(4)) / 4
+    torch.testing.assert_close(entropy, plain)
+    torch.testing.assert_close(loss_acc, cross_entropy)
+    torch.testing.assert_close(loss, 70 * cross_entropy - plain)
+    hits = sum((logits[n].argmax(dim=1) == y[n]).sum().item() for n in range(4))
+    assert acc.item() == pytest.approx(hits / 12)
+
+
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -173,6 +212,23 @@ def test_paths_share_their_ends(mnist):
         assert direct[0] == interpolated[0] and direct[-1] == interpolated[-1]
 
 
+def test_paths_go_through_the_right_networks(mnist, monkeypatch):
+    """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the weights and of the noise."""
+    torch.manual_seed(0)
+    model = mnist.Hypernetwork("paper").eval()
+    seen = []
+    monkeypatch.setattr(
+        mnist, "predict", lambda theta, x: seen.append(mnist.flat(theta)) or torch.rand(3, 4, 10)
+    )
+    mnist.paths(model, torch.rand(4, 1, 28, 28), torch.zeros(4), pairs=1, points=3)
+    z1, z2 = model.noise(2, torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        one, two, middle = mnist.flat(model(torch.stack([z1, z2, (z1 + z2) / 2])))
+    direct, interpolated = seen
+    torch.testing.assert_close(direct, torch.stack([two, (one + two) / 2, one]))
+    torch.testing.assert_close(interpolated, torch.stack([two, middle, one]))
+
+
 def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
     torch.manual_seed(0)
     theta = [torch.randn(1, f, k) / k**0.5 for f, k in mnist.SHAPES]
@@ -189,12 +245,14 @@ def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
     assert (after > before).all()
 
 
-def test_learning_rates(mnist):
-    ours = mnist.parse_args(["--steps", "1000", "--lr", "1", "--device", "cpu"])
+def test_learning_rates(mnist, tmp_path):
+    out = ["--device", "cpu", "--out", str(tmp_path)]
+    ours = mnist.parse_args(["--steps", "1000", "--lr", "1", *out])
     assert mnist.learning_rate(ours, 0) == pytest.approx(1 / 200)
     assert max(mnist.learning_rate(ours, s) for s in range(1000)) <= 1
     assert mnist.learning_rate(ours, 999) == pytest.approx(1 / 800)
-    paper = mnist.parse_args(["--recipe", "paper", "--device", "cpu"])
+    assert mnist.learning_rate(mnist.parse_args(["--steps", "1", *out]), 0) > 0
+    paper = mnist.parse_args(["--recipe", "paper", *out])
     assert mnist.learning_rate(paper, 13000) == pytest.approx(2.3e-4, rel=0.01)
 
 
@@ -211,13 +269,13 @@ def test_flow_determinant_is_autograds(mnist):
     assert (moved != z).all()  # complementary masks: every coordinate moves
 
 
-def test_gaussian_kl_is_torchs(mnist):
+def test_gaussian_divergence_is_torchs(mnist):
     mean, log_var = torch.randn(50), torch.randn(50)
     normal = torch.distributions.Normal
     expected = torch.distributions.kl_divergence(
         normal(mean, (log_var / 2).exp()), normal(torch.zeros(50), torch.ones(50))
     )
-    torch.testing.assert_close(mnist.gaussian_kl(mean, log_var), expected)
+    torch.testing.assert_close(mnist.gaussian_divergence(mean, log_var), expected)
 
 
 @pytest.mark.parametrize("conv", [True, False])
@@ -245,7 +303,7 @@ def test_posterior_moments(mnist, conv):
 
 
 def test_bound_is_above_the_true_divergence(mnist):
-    """A dense layer with one weight: q(W) = E_z N(W; z mu, sigma^2) by a long Monte Carlo sum over
+    """A dense layer with two weights: q(W) = E_z N(W; z mu, sigma^2) by a long Monte Carlo sum over
     z, and the KL divergence from the prior by one over W. The bound must lie above it, and not by
     the full information between z and W if r were useless."""
     torch.manual_seed(0)
@@ -262,8 +320,8 @@ def test_bound_is_above_the_true_divergence(mnist):
         normal = torch.distributions.Normal(z[None] * layer.mean, std)
         log_q = normal.log_prob(weight[:, None]).sum(dim=-1).logsumexp(dim=1) - math.log(4000)
         log_prior = torch.distributions.Normal(0.0, 1.0).log_prob(weight).sum(dim=1)
-        bias_kl = mnist.gaussian_kl(layer.bias_mean, layer.bias_log_var).sum()
-        true = (log_q - log_prior).mean() + bias_kl
+        of_bias = mnist.gaussian_divergence(layer.bias_mean, layer.bias_log_var).sum()
+        true = (log_q - log_prior).mean() + of_bias
         error = 4 * (bound.std() + (log_q - log_prior).std()) / 4000**0.5
     assert bound.mean() > true - error
     # Exact if r(z|W) were q(z|W): train r alone and the gap must close to a fraction.
@@ -315,6 +373,12 @@ def test_small_run_writes_everything(mnist, tmp_path, model):
     )
     assert again["tested"] == metrics["tested"]
 
+    mnist.main(["--compare", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "both")])
+    rows = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert len(rows) == 2 and rows[0]["single"] == metrics["tested"]["single_mean"]
+    for name in ("histogram", "paths", "pca", "adversarial"):
+        assert (tmp_path / "both" / f"compare_{name}.png").stat().st_size > 1000
+
 
 def test_it_learns(mnist, tmp_path):
     """Made-up patterns, a short life: far above the 10 % of chance."""
@@ -354,7 +418,7 @@ def test_resume_after_kill_is_bit_identical(mnist, tmp_path):
         )
         arguments = [*TINY, "--steps", "24", "--out", str(out), *more]
         return subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
 
     assert start(tmp_path / "whole").wait() == 0
@@ -366,7 +430,9 @@ def test_resume_after_kill_is_bit_identical(mnist, tmp_path):
     victim.wait()
     stopped = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["step"]
     assert stopped < 24
-    assert start(tmp_path / "killed", "--resume").wait() == 0
+    resumed = start(tmp_path / "killed", "--resume")
+    assert f"resuming at step {stopped} of 24" in resumed.communicate()[0]
+    assert resumed.returncode == 0
     whole, resumed = (
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
         for name in ("whole", "killed")
@@ -382,10 +448,12 @@ def test_foreign_and_damaged_checkpoints_are_refused(mnist, tmp_path):
     mnist.train(args, data)
     file = tmp_path / "checkpoint.pt"
     before = file.read_bytes()
-    other = mnist.parse_args([*TINY, "--out", str(tmp_path), "--resume", "--lam", "7"])
-    with pytest.raises(SystemExit, match="has --lam 1000.0, not 7.0"):
-        mnist.train(other, data)
-    assert file.read_bytes() == before
+    config = (tmp_path / "config.json").read_text()
+    for more in (["--resume"], []):
+        other = mnist.parse_args([*TINY, "--out", str(tmp_path), "--lam", "7", *more])
+        with pytest.raises(SystemExit, match="has --lam 1000.0, not 7.0"):
+            mnist.train(other, data)
+    assert file.read_bytes() == before and (tmp_path / "config.json").read_text() == config
     damaged = before[: len(before) // 2]
     file.write_bytes(damaged)
     with pytest.raises(SystemExit, match="damaged"):
@@ -394,6 +462,26 @@ def test_foreign_and_damaged_checkpoints_are_refused(mnist, tmp_path):
     torch.save(dict(weights=torch.zeros(3)), file)
     with pytest.raises(SystemExit, match="not from this script"):
         mnist.load(file)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(mnist, tmp_path, monkeypatch):
+    args = mnist.parse_args([*TINY, "--out", str(tmp_path)])
+    args.steps = 30
+    whole_step = mnist.training_step
+
+    def broken(model, x, y, lam):
+        loss, *rest = whole_step(model, x, y, lam)
+        broken.calls += 1
+        return loss * (math.nan if broken.calls > 12 else 1), *rest
+
+    broken.calls = 0
+    monkeypatch.setattr(mnist, "training_step", broken)
+    monkeypatch.setattr(mnist, "CHECKPOINT_EVERY", 10)
+    with pytest.raises(SystemExit, match="step 20: the loss is not finite.*last good checkpoint"):
+        mnist.train(args, mnist.load_data(args))
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["step"] == 10
+    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
 
 
 def test_no_data_is_one_clear_message(mnist, tmp_path, monkeypatch):
@@ -411,10 +499,13 @@ def test_no_data_is_one_clear_message(mnist, tmp_path, monkeypatch):
         (["--steps", "0"], "0 is not a positive whole number"),
         (["--ensemble-size", "20", "--networks", "10"], "cannot exceed --networks"),
         (["--model", "vae"], "invalid choice"),
+        (["--out", "README.md/folder"], "cannot write there"),
+        (["--checkpoint", "nowhere.pt"], "no such file"),
+        (["--compare", "nowhere"], "no metrics.json"),
     ],
 )
 def test_bad_flags_are_one_line(mnist, capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
-        mnist.main(arguments)
+        mnist.main(["--device", "cpu", *arguments])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.count("\n") == 1
