@@ -111,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         steps=13000 if paper else 3000,
         lr=1e-3 if mnfg else 3e-4 if paper else 2e-3,
         shift=0 if paper else 1,
-        lam=1e3 if not mnfg else 5000.0 if args.fake_data else 55000.0,
+        lam=1e3 if not mnfg else 2000.0 if args.fake_data else 55000.0,
         networks=4000 if cuda else 400,
         path_images=10000 if cuda else 1000,
         attacked_images=10000 if cuda else 500,
@@ -149,9 +149,8 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     """Images (B, 1, 28, 28) in [0, 1] and labels (B,) of the splits train, val and test, all on the
     training device: 55,000, 5,000 and 10,000 of MNIST."""
     if args.fake_data:
-        x, y = fake_data(7000)
-        splits = dict(train=(x[:5000], y[:5000]), val=(x[5000:6000], y[5000:6000]))
-        splits["test"] = (x[6000:], y[6000:])
+        x, y = (part.split([2000, 500, 500]) for part in fake_data(3000))
+        splits = dict(zip(("train", "val", "test"), zip(x, y)))
     else:
         try:
             train, test = (datasets.MNIST(args.data, train=t, download=True) for t in (True, False))

@@ -64,7 +64,7 @@ def test_spacing_is_the_distance_to_the_nearest(toy):
     expected = torch.tensor([3.0, 1.0, 1.0, 4.0])
     torch.testing.assert_close(toy.spacing(path), expected, check_dtype=False)
     close = torch.stack([8 + 1e-4 * torch.arange(40), torch.full((40,), 8.0)], dim=1)
-    plain = [min(torch.dist(a, b) for b in close if b is not a) for a in close]
+    plain = [min(torch.dist(close[i], close[j]) for j in range(40) if j != i) for i in range(40)]
     torch.testing.assert_close(toy.spacing(close), torch.stack(plain), check_dtype=False)
 
 
@@ -94,7 +94,7 @@ def test_small_run_writes_everything(toy, tmp_path):
     assert [row["seed"] for row in metrics["seeds"]] == [0, 1]
     assert len(metrics["lams"]) == 5
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
-    assert len(rows) == 6  # one each for 5 lams, and one seed more
+    assert len(rows) == 12  # first and last step for each of 5 lams, and of one seed more
 
 
 def test_resume_keeps_finished_trainings(toy, tmp_path):

@@ -119,12 +119,12 @@ from common import knn_entropy
 samples = torch.randn(2000, 20018, requires_grad=True)
 knn_entropy(samples[:50], 300).backward()  # start threads and libraries first
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, used + LIMIT))
+resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA, used + EXTRA))
 knn_entropy(samples, 300).backward()
 """
 
     def exit_code(limit: float) -> int:
-        program = code.replace("LIMIT", str(int(limit)))
+        program = code.replace("EXTRA", str(int(limit)))
         return subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=-3).returncode
 
     assert exit_code(1.5e9) == 0
