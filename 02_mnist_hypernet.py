@@ -318,7 +318,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
     for name, parameter in model.named_parameters():
         groups["fast" if name.endswith(("log_std", "bias_log_var")) else "slow"].append(parameter)
     optimizer = torch.optim.Adam(
-        [dict(params=groups["slow"], scale=1.0), dict(params=groups["fast"], scale=10.0)]
+        [dict(params=groups["slow"], scale=1.0), dict(params=groups["fast"], scale=10.0)],
+        fused=True,
     )
     file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
     state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
