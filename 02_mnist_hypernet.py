@@ -9,7 +9,7 @@ codes into filters. Then the generated networks are taken apart: accuracies, fil
 ensembles, adversarial examples, calibration. Expect 99.3 % from a majority of 200 networks.
 
     python 02_mnist_hypernet.py                      # documented run: about 35 minutes on two cores
-    python 02_mnist_hypernet.py --quick              # three to four minutes
+    python 02_mnist_hypernet.py --quick              # three minutes
     python 02_mnist_hypernet.py --checkpoint results/02_mnist_hypernet/hypernet.pt
 """
 
