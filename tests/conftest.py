@@ -11,3 +11,8 @@ def toy():
 @pytest.fixture(scope="session")
 def mnist():
     return importlib.import_module("02_mnist_hypernet")
+
+
+@pytest.fixture(scope="session")
+def lenet():
+    return importlib.import_module("03_cifar_lenet")
