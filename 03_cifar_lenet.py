@@ -80,10 +80,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
+    add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 1e3")
+    add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
     add("--networks", type=count, help="samples of z in a step; 10")
     add("--images", type=count, help="images per network in a step; 128 (a, b) or 512 (c, d)")
-    add("--shared", type=count, help="of these, images that all networks see; a quarter")
+    add("--shared", type=count, help="of these, images that all networks see; an eighth")
     add("--crop", type=int, default=4, help="pixels that training images move at most")
     add("--seed", type=int, default=0, help="random seed")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
@@ -119,15 +121,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     elif args.diversity == "none":
         parser.error("--diversity none is --column c")
     if args.column != "all":
-        args.shared = args.shared or max(1, args.images // 4)
+        args.shared = args.shared or max(1, args.images // 8)
         if args.shared > args.images:
             parser.error("--shared cannot exceed --images")
         if args.column in "ab" and args.networks > 1:
             parser.error(f"--networks: column {args.column} trains one network")
         if args.diversity != "none" and args.networks < 2:
             parser.error("--networks must be at least 2: diversity needs a nearest other network")
-    if args.crop < 0:
-        parser.error("--crop cannot be negative")
+    if not 0 <= args.ramp <= 1:
+        parser.error("--ramp must lie between 0 and 1")
+    if args.crop < 0 or args.weight_decay < 0:
+        parser.error("--crop and --weight-decay cannot be negative")
     if args.tested < 10:
         parser.error("--tested must be at least 10, the size of the paper's ensembles")
     if args.checkpoint and not args.checkpoint.is_file():
@@ -317,15 +321,16 @@ def measure_diversity(kind: str, theta: list[Tensor], logits: Tensor, y: Tensor)
 
 
 def training_step(
-    model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace
+    model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace, ramp: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n."""
+    """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n. Diversity has its full
+    weight when ramp is 1."""
     theta = model.draw(len(x))
     logits = each_network(target_network, x, theta)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     shared = slice(args.shared)
     diversity = measure_diversity(args.diversity, theta, logits[:, shared], y[0, shared])
-    loss = args.lam * loss_acc - diversity
+    loss = args.lam * loss_acc - ramp * diversity
     acc = (logits.argmax(dim=-1) == y).float().mean()
     return loss, loss_acc, diversity, acc
 
@@ -344,7 +349,7 @@ def in_chain(steps: int, done: int) -> bool:
     return (steps - done) % gap == 0 and (steps - done) // gap < 10
 
 
-SETTINGS = "column dataset diversity start steps lr lam networks images shared crop seed fake_data"
+SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
 
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
@@ -352,7 +357,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     torch.manual_seed(args.seed)
     model = make_model(settings(args)).to(args.device)
     if args.column in "ab":
-        sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+        sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
     else:
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
@@ -378,7 +383,9 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
         images, labels = draw_batch(crops, y, args)
-        loss, loss_acc, diversity, acc = training_step(model, images, labels, args)
+        # Learn first, spread later: networks that are spread while they know nothing stay useless.
+        ramp = min(1.0, step / max(1, args.ramp * args.steps))
+        loss, loss_acc, diversity, acc = training_step(model, images, labels, args, ramp)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)  # against rare spikes
@@ -423,7 +430,7 @@ def make_model(settings: dict) -> nn.Module:
 
 
 def settings(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in SETTINGS.split()}
+    return {name: getattr(args, name) for name in [*SETTINGS.split(), "crop", "seed", "fake_data"]}
 
 
 def save(content: dict, file: Path) -> None:

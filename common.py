@@ -157,7 +157,11 @@ def batch_norm(
     """
     n, own = len(x), mean is None
     if x.device.type == "cpu":
-        moments = [(None, None)] * n if own else zip(mean.unbind(), var.unbind())
+        # Torch's gradient is wrong, without a word, if one of these is a column of a larger tensor.
+        gamma, beta = gamma.contiguous(), beta.contiguous()
+        moments = [(None, None)] * n
+        if not own:
+            moments = zip(mean.contiguous().unbind(), var.contiguous().unbind())
         return _stack(
             F.batch_norm(_channels_last(image), m, v, g, b, training=own)
             for image, (m, v), g, b in zip(x.unbind(), moments, gamma.unbind(), beta.unbind())

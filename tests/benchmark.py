@@ -16,17 +16,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import batch_norm, conv2d, each_network, linear, max_pool2d  # noqa: E402
+from common import batch_norm, conv2d, each_network  # noqa: E402
 
 mnist = importlib.import_module("02_mnist_hypernet")
-
-
-def lenet(x, theta):
-    x = max_pool2d(conv2d(x, theta[0], 5), 2).relu()
-    x = max_pool2d(conv2d(x, theta[1], 5), 2).relu()
-    x = linear(x.flatten(2), theta[2]).relu()
-    x = linear(x, theta[3]).relu()
-    return linear(x, theta[4])
+lenet = importlib.import_module("03_cifar_lenet")
+resnet = importlib.import_module("04_cifar_resnet32")
 
 
 def resnet_part(x, theta):
@@ -74,13 +68,7 @@ def plain_resnet_part(x, *theta):
 # name: (our network, plain network, N, images (B, C, H, W), weights (F, K + 1))
 CASES = {
     "MNIST": (mnist.target_network, plain_mnist, 32, (32, 1, 28, 28), mnist.SHAPES),
-    "LeNet": (
-        lenet,
-        plain_lenet,
-        10,
-        (128, 3, 32, 32),
-        [(6, 76), (16, 151), (120, 401), (84, 121), (10, 85)],
-    ),
+    "LeNet": (lenet.target_network, plain_lenet, 10, (128, 3, 32, 32), lenet.shapes(10)),
     "ResNet-32, part": (
         resnet_part,
         plain_resnet_part,
@@ -125,34 +113,78 @@ def networks_row(name: str) -> None:
     print(f"{name:18s}{1000 * result['ours']:11.0f}{ratios[0]:13.2f}{ratios[1]:13.2f}")
 
 
-def step_table() -> None:
-    torch.manual_seed(0)
-    model = mnist.Hypernetwork()
+def step_row(name: str, model, step, target, x, y, rounds: int) -> None:
+    """A whole training step, batch and optimizer included, against its bare networks."""
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    images, labels = torch.rand(2000, 1, 28, 28), torch.randint(10, (2000,))
-    index = torch.randint(2000, (32, 32))
-    x, y = images[index], labels[index]
-    theta = [t.detach().requires_grad_() for t in model(model.noise(32))]
+    theta = [t.detach().requires_grad_() for t in model(model.noise(len(x)))]
 
-    def step():
-        index = torch.randint(2000, (32, 32))
-        loss, *_ = mnist.training_step(model, images[index], labels[index], 1e3)
+    def whole():
         optimizer.zero_grad()
-        loss.backward()
+        step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5e3)
         optimizer.step()
 
     def bare():
-        logits = each_network(mnist.target_network, x, theta)
+        logits = each_network(target, x, theta)
         torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), y.flatten()), theta)
 
-    result = timed(dict(step=step, bare=bare), rounds=20)
-    ratio = result["step"] / result["bare"]
-    print(f"MNIST training step {1000 * result['step']:.0f} ms, {ratio:.2f} times its 32 networks")
+    result = timed(dict(step=whole, bare=bare), rounds)
+    ratio, rate = result["step"] / result["bare"], y.numel() / result["step"]
+    networks, images = y.shape
+    print(
+        f"{name} training step, {networks} networks x {images} images: "
+        f"{1000 * result['step']:.0f} ms, {ratio:.2f} times its networks, {rate:.0f} images/s"
+    )
+
+
+def mnist_step() -> None:
+    model, y = mnist.Hypernetwork(), torch.randint(10, (2000,))
+    windows = mnist.shifted_windows(torch.rand(2000, 1, 28, 28), 1)
+
+    def batch():
+        index, row, column = (torch.randint(k, (32, 32)) for k in windows.shape[:3])
+        return windows[index, row, column], y[index]
+
+    def step():
+        mnist.training_step(model, *batch(), 1e3)[0].backward()
+
+    step_row("MNIST", model, step, mnist.target_network, *batch(), rounds=20)
+
+
+def lenet_step(images: int) -> None:
+    args = lenet.parse_args(["--device", "cpu", "--images", str(images), "--out", "runs/benchmark"])
+    model, y = lenet.Hypernetwork(), torch.randint(10, (5000,))
+    crops = lenet.all_crops(torch.randn(5000, 3, 32, 32), 4)
+
+    def step():
+        lenet.training_step(model, *lenet.draw_batch(crops, y, args), args)[0].backward()
+
+    x, labels = lenet.draw_batch(crops, y, args)
+    step_row("LeNet", model, step, lenet.target_network, x, labels, rounds=10)
+
+
+def resnet_step() -> None:
+    args = resnet.parse_args(["--device", "cpu", "--out", "runs/benchmark"])
+    model, y = resnet.Hypernetwork(), torch.randint(10, (1000,))
+    crops = resnet.all_crops(torch.randn(1000, 3, 32, 32), 4)
+
+    def step():
+        images, labels = resnet.draw_batch(crops, y, args, step=0)
+        resnet.training_step(model, model.noise(args.networks), images, labels, args)
+
+    x, labels = (
+        part[:, : args.images_per_forward] for part in resnet.draw_batch(crops, y, args, 0)
+    )
+    step_row("ResNet-32", model, step, resnet.target_network, x, labels, rounds=3)
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'networks':18s}{'ours (ms)':>11s}{'loop / ours':>13s}{'vmap / ours':>13s}")
     for name in CASES:
         networks_row(name)
-    step_table()
+    mnist_step()
+    lenet_step(512)
+    lenet_step(128)
+    resnet_step()

@@ -16,3 +16,8 @@ def mnist():
 @pytest.fixture(scope="session")
 def lenet():
     return importlib.import_module("03_cifar_lenet")
+
+
+@pytest.fixture(scope="session")
+def resnet():
+    return importlib.import_module("04_cifar_resnet32")

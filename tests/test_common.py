@@ -322,6 +322,18 @@ def test_batch_norm(n, b, own_moments):
     assert_same_values_and_gradients(ours, torch.stack(plain), [x, gamma, beta])
 
 
+def test_batch_norm_with_columns_of_the_filters():
+    """Gamma and beta with strides, as in a filter (N, F, K + 2) that holds them at its end."""
+    torch.manual_seed(0)
+    x, filters = double(2, 4, 5, 3, 7), double(2, 5, 9)
+    mean, var = double(2, 5, 2).detach().exp().unbind(dim=-1)
+    for moments in (), (mean, var):
+        ours = batch_norm(x, filters[..., -2], filters[..., -1], *moments)
+        copies = [m.clone(memory_format=torch.contiguous_format) for m in moments]
+        plain = batch_norm(x, filters[..., -2].clone(), filters[..., -1].clone(), *copies)
+        assert_same_values_and_gradients(ours, plain, [x, filters])
+
+
 @pytest.mark.parametrize("n, b, h, w", [(3, 4, 8, 6), (1, 4, 7, 9), (3, 1, 5, 5)])
 def test_max_pool2d(n, b, h, w):
     torch.manual_seed(0)

@@ -1,0 +1,861 @@
+"""A ResNet-32 with every weight from one vector: 466,906 weights, batch norm's gamma and beta too.
+
+    loss = lam * E_z[cross-entropy of T(x; G(z))] - H[outputs of T(.; G(z)) on shared images]
+
+Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
+LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
+network: moments of its batch in training, and one pass over the training set to give a generated
+(or averaged) network its own. Columns (a) to (d) as in 03.
+
+    python 04_cifar_resnet32.py --column d             # HOURS on two cores
+    torchrun --nproc_per_node=4 04_cifar_resnet32.py   # four GPUs
+    python 04_cifar_resnet32.py --compare runs/04_cifar_resnet32/cifar10_*
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torchvision import datasets
+from tqdm import tqdm
+
+from common import batch_norm, conv2d, each_network, knn_entropy, linear
+
+NAME = "04_cifar_resnet32"
+CLASSES = dict(cifar10=10, cifar100=100)
+LOG_EVERY = 10
+NUMBERS = [1, 2, 5, 10, 20, 50, 100, 1000, 10000]  # of networks, in the figure of distillation
+# What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
+SGD = dict(steps=15600, lr=0.05, lam=1.0, networks=1, images=64, validate_every=1000)
+HYPERNET = dict(steps=1950, lr=1e-3, lam=1e3, networks=4, images=128, validate_every=200)
+COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.02), c=HYPERNET, d=HYPERNET)
+QUICK = dict(steps=20, images=16, validate_every=10, tested=10, averaged=20, calibration=200)
+
+
+# ---- Arguments -----------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def positive(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return float(text)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return int(text)
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        prog=f"{NAME}.py",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
+    add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
+    add(
+        "--diversity",
+        choices=["outputs", "ensemble", "none"],
+        default="outputs",
+        help="what column d rewards",
+    )
+    add(
+        "--start", choices=["copies", "random"], default="copies", help="networks of an untrained G"
+    )
+    add("--steps", type=count, help="training steps; 15600 (a, b) or 1950 (c, d)")
+    add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-3 (c, d)")
+    add("--weight-decay", type=float, default=5e-4, help="of SGD")
+    add("--lam", type=positive, help="weight of accuracy; 1e3")
+    add(
+        "--ramp", type=float, default=0.5, help="share of steps in which diversity gains its weight"
+    )
+    add("--networks", type=count, help="samples of z in a step; 4")
+    add("--images", type=count, help="images per network in a step; 64 (a, b) or 128 (c, d)")
+    add("--shared", type=count, help="of these, images that all networks see; an eighth")
+    add("--images-per-forward", type=count, default=64, help="bounds memory; batch norm sees these")
+    add("--amp", action="store_true", help="target networks in bfloat16")
+    add("--crop", type=int, default=4, help="pixels that training images move at most")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
+    add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs") / NAME,
+        help="a run gets its own folder in this one",
+    )
+    add("--resume", action="store_true", help="go on with the run in its folder")
+    add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
+    add("--compare", type=Path, nargs="+", metavar="RUN", help="a table of finished runs")
+    add("--validate-every", type=count, help="steps between two validations; 1000 or 200")
+    add("--tested", type=count, default=20, help="networks to test, in ensembles of ten and as one")
+    add("--calibration", type=count, help="images for moments; all on CUDA, 5000 on the CPU")
+    add("--averaged", type=count, default=10000, help="networks averaged into one")
+    add("--sigma", type=positive, default=1.0, help="scale of z when networks are sampled")
+    add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
+    args = parser.parse_args(argv)
+    for preset in COLUMNS.get(args.column, {}), QUICK if args.quick else {}:
+        parser.set_defaults(**preset)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; use --device cpu, or install CUDA")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        print(f"device: {args.device}")
+    args.ranks = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    args.calibration = args.calibration or (5000 if args.device == "cpu" else 45000)
+    if args.column != "d":
+        args.diversity = "none"
+    elif args.diversity == "none":
+        parser.error("--diversity none is --column c")
+    if args.column != "all":
+        args.images_per_forward = min(args.images_per_forward, args.images)
+        args.shared = args.shared or max(1, args.images_per_forward // 4)
+        if args.shared > args.images_per_forward:
+            parser.error("--shared cannot exceed --images-per-forward")
+        if args.column in "ab" and args.networks > 1:
+            parser.error(f"--networks: column {args.column} trains one network")
+        if args.diversity != "none" and args.networks * args.ranks < 2:
+            parser.error("--networks must be at least 2: diversity needs a nearest other network")
+    if not 0 <= args.ramp <= 1:
+        parser.error("--ramp must lie between 0 and 1")
+    if args.crop < 0 or args.weight_decay < 0:
+        parser.error("--crop and --weight-decay cannot be negative")
+    if args.tested < 10:
+        parser.error("--tested must be at least 10, the size of the paper's ensembles")
+    if args.checkpoint and not args.checkpoint.is_file():
+        parser.error(f"--checkpoint {args.checkpoint}: no such file")
+    for folder in args.compare or ():
+        if not (folder / "metrics.json").exists():
+            parser.error(f"--compare {folder}: no metrics.json there; has that run finished?")
+    if args.compare or args.checkpoint:
+        args.folder = args.out / ("compare" if args.compare else "evaluation")
+    else:
+        suffix = f"_{args.diversity}" if args.column == "d" and args.diversity != "outputs" else ""
+        suffix += "_random" if args.start == "random" else ""
+        args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        (args.folder / "config.json").touch()
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot write there ({error.strerror})")
+    return args
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
+    """Normalised images (B, 3, 32, 32) and labels (B,) of the splits train, val and test, all on
+    the training device: 45,000, 5,000 and 10,000 of CIFAR."""
+    if args.fake_data:
+        x, y = (part.split([2000, 500, 500]) for part in fake_data(3000, CLASSES[args.dataset]))
+        splits = dict(zip(("train", "val", "test"), zip(x, y)))
+    else:
+        cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[args.dataset]
+        try:
+            train, test = (cifar(args.data, train=t, download=True) for t in (True, False))
+        except Exception as error:
+            sys.exit(
+                f"no {args.dataset} in {args.data} and no download ({type(error).__name__}): "
+                f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
+            )
+        (x, y), (x_test, y_test) = (
+            (torch.from_numpy(split.data).float() / 255, torch.tensor(split.targets))
+            for split in (train, test)
+        )
+        mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
+        x, x_test = (((part - mean) / std).permute(0, 3, 1, 2) for part in (x, x_test))
+        splits = dict(train=(x[5000:], y[5000:]), val=(x[:5000], y[:5000]), test=(x_test, y_test))
+    return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
+
+
+def fake_data(number: int, classes: int) -> tuple[Tensor, Tensor]:
+    """A smooth random pattern for each class, shifted by up to two pixels, plus noise."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(classes, 3, 6, 6, generator=generator)
+    crops = all_crops(F.interpolate(patterns, 32, mode="bicubic", align_corners=False), 2)
+    y, row, column = (torch.randint(k, (number,), generator=generator) for k in crops.shape[:3])
+    return crops[y, row, column] + 0.5 * torch.randn(number, 3, 32, 32, generator=generator), y
+
+
+def all_crops(x: Tensor, pixels: int) -> Tensor:
+    """(B, 3, 32, 32) -> (B, s, s, 3, 32, 32): every image in all s = 2 * pixels + 1 positions per
+    direction. A view of the padded images, channels last, so that to pick crops is to copy rows."""
+    rows = F.pad(x, [pixels] * 4).movedim(1, -1).flatten(2)  # (B, H, W * 3)
+    windows = rows.unfold(1, 32, 1).unfold(2, 96, 3)  # (B, s, s, 32, 96)
+    return windows.unflatten(-1, (32, 3)).movedim(-1, -3)
+
+
+def draw_batch(
+    crops: Tensor, y: Tensor, args: argparse.Namespace, step: int, rank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Random images (N, B, 3, 32, 32) and labels (N, B). The first `shared` are the same for all
+    networks of all ranks, to compare their answers; the others differ, as in the paper. The choice
+    depends on seed, step and rank alone: nothing of it has to be saved for --resume."""
+    shape = (args.networks, args.images)
+    own, shared = (
+        [torch.randint(k, shape, device=y.device, generator=generator) for k in crops.shape[:3]]
+        for generator in (seeded(args, step, y.device, 1 + rank), seeded(args, step, y.device, 0))
+    )
+    for choice, same in zip(own, shared):
+        choice[:, : args.shared] = same[0, : args.shared]
+    index, row, column = own
+    return crops[index, row, column], y[index]
+
+
+def seeded(args: argparse.Namespace, step: int, device, stream: int) -> torch.Generator:
+    seed = (args.seed * 1_000_003 + step) * 1009 + stream
+    return torch.Generator(device).manual_seed(seed)
+
+
+# ---- Target network ------------------------------------------------------------------------------
+
+STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride of the first block
+BLOCKS = 5  # in a stage, of two convolutions each: 1 + 3 * 5 * 2 + 1 = 32 layers, and 2 projections
+
+
+def layer_sizes() -> list[list[int]]:
+    """K + 2 of each convolution (gamma and beta are the last two columns), in the order in which
+    the network uses them: the stem, then the three stages."""
+    sizes = [[27 + 2]]
+    for channels, filters, stride in STAGES:
+        convolutions = [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
+        projection = [channels] if stride > 1 else []
+        sizes.append([k + 2 for k in projection + convolutions])
+    return sizes
+
+
+def target_network(
+    x: Tensor, theta: list[Tensor], moments: Tensor | None = None, record: list | None = None
+) -> Tensor:
+    """ResNet-32, (N, B, 3, 32, 32) -> logits (N, B, classes). `theta` holds the convolutions with
+    their batch norm (N, F, K + 2) and the last layer (N, classes, 65). Batch norm takes its moments
+    from its batch, or from `moments` (N, 1232, 2), and appends those it used to `record`."""
+    layers, first = iter(theta), 0
+
+    def conv_norm(x: Tensor, kernel_size: int = 3, stride: int = 1) -> Tensor:
+        nonlocal first
+        layer = next(layers)
+        x = conv2d(x, layer[..., :-2], kernel_size, stride, kernel_size // 2, bias=False)
+        mean = var = None
+        if moments is not None:
+            mean, var = moments[:, first : first + layer.shape[1]].unbind(dim=-1)
+            first += layer.shape[1]
+        if record is not None:
+            var, mean = torch.var_mean(x, dim=(1, 3, 4), correction=0)
+            record.append(torch.stack([mean, var], dim=-1))
+        return batch_norm(x, layer[..., -2], layer[..., -1], mean, var)
+
+    x = conv_norm(x).relu()
+    for _, _, stride in STAGES:
+        for block in range(BLOCKS):
+            step = stride if block == 0 else 1
+            shortcut = conv_norm(x, kernel_size=1, stride=step) if step > 1 else x
+            y = conv_norm(x, stride=step).relu()
+            x = (conv_norm(y) + shortcut).relu()
+    return linear(x.mean(dim=(-2, -1)), next(layers))
+
+
+def calibrated_network(x: Tensor, theta_and_moments: list[Tensor]) -> Tensor:
+    """Inference mode."""
+    *theta, moments = theta_and_moments
+    return target_network(x, theta, moments)
+
+
+def batch_moments(x: Tensor, theta: list[Tensor]) -> Tensor:
+    """(N, 1232, 2): mean and variance of the inputs of each batch norm."""
+    record = []
+    target_network(x, theta, record=record)
+    return torch.cat(record, dim=1)
+
+
+@torch.no_grad()
+def recalibrate(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
+    """Moments (N, 1232, 2) of N networks from one pass over images (B, 3, 32, 32)."""
+    n = len(theta[0])
+    parts = x.split(images)
+    sums = (len(p) * each_network(batch_moments, p.expand(n, *p.shape), theta) for p in parts)
+    return sum(sums) / len(x)
+
+
+class OneNetwork(nn.Module):
+    """The target network alone, for SGD: columns (a) and (b)."""
+
+    def __init__(self, classes: int):
+        super().__init__()
+        theta = []
+        for filters, sizes in zip([16, 16, 32, 64], layer_sizes()):
+            for k in sizes:
+                layer = torch.randn(1, filters, k) * (2 / (k - 2)) ** 0.5
+                layer[..., -2], layer[..., -1] = 1, 0  # gamma and beta
+                theta.append(layer)
+        last = torch.cat([torch.randn(1, classes, 64) / 8, torch.zeros(1, classes, 1)], dim=-1)
+        self.theta = nn.ParameterList([*theta, last])
+
+    def noise(self, n: int, generator: torch.Generator | None = None) -> None:
+        return None
+
+    def forward(self, z: None) -> list[Tensor]:
+        return list(self.theta)
+
+
+# ---- Hypernetwork --------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Linear layers without biases, leaky ReLU between them, the identity added around the square
+    one in the middle; the output is as large as the input."""
+
+    def __init__(self, fan_in: int, width: int, fan_out: int):
+        super().__init__()
+        self.first = nn.Linear(fan_in, width, bias=False)
+        self.middle = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, fan_out, bias=False)
+        nn.init.normal_(self.first.weight, std=(2 / fan_in) ** 0.5)
+        nn.init.normal_(self.middle.weight, std=width**-0.5)
+        nn.init.normal_(self.last.weight, std=(2 * width) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.first(x), 0.05)
+        x = x + F.leaky_relu(self.middle(x), 0.05)
+        return self.last(x)
+
+
+class Hypernetwork(nn.Module):
+    """G: noise z (N, 500) -> weights of N target networks, a list of (N, F, K + 2) convolutions
+    with gamma and beta, and the last layer.
+
+    A code stands for a filter index of a stage: its generator emits that filter in all convolutions
+    of the stage and in the projection. start "random": 14,115,200 parameters. start "copies": 1,032
+    more, the identities of the filters, as in 03.
+    """
+
+    noise_size = 500
+    codes = [16, 16, 32, 64, 1]  # stem, three stages, last layer
+    code_size = 8
+
+    def __init__(self, classes: int = 10, start: str = "copies"):
+        super().__init__()
+        self.classes, self.sizes = classes, layer_sizes()
+        self.extractor = MLP(self.noise_size, 1000, self.code_size * sum(self.codes))
+        outputs = [sum(sizes) for sizes in self.sizes] + [65 * classes]
+        self.generators = nn.ModuleList(MLP(self.code_size, 800, size) for size in outputs)
+        if start == "copies":
+            last = self.extractor.last
+            last.bias = nn.Parameter(torch.randn(last.out_features))
+            nn.init.normal_(last.weight, std=0.2 * (2 * last.in_features) ** -0.5)
+        # The usual size of a weight with fan-in K; gamma near 1, beta near 0.
+        for i, sizes in enumerate(self.sizes):
+            scale = [torch.tensor([(2 / (k - 2)) ** 0.5] * (k - 2) + [0.1, 0.1]) for k in sizes]
+            offset = [torch.tensor([0.0] * (k - 2) + [1.0, 0.0]) for k in sizes]
+            self.register_buffer(f"scale{i}", torch.cat(scale), persistent=False)
+            self.register_buffer(f"offset{i}", torch.cat(offset), persistent=False)
+
+    def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        device = self.extractor.first.weight.device
+        return torch.randn(n, self.noise_size, device=device, generator=generator)
+
+    def forward(self, z: Tensor) -> list[Tensor]:
+        codes = self.extractor(z).unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
+        theta = []
+        for i, (generator, code) in enumerate(zip(self.generators, codes)):
+            filters = generator(code)  # (N, F, weights of a filter in all layers of the stage)
+            if i < len(self.sizes):
+                filters = filters * getattr(self, f"scale{i}") + getattr(self, f"offset{i}")
+                theta += filters.split(self.sizes[i], dim=-1)
+        return [*theta, filters.unflatten(-1, (self.classes, 65))[:, 0] / 8]
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def gather(outputs: Tensor) -> Tensor:
+    """The outputs of the networks of all ranks, with gradient."""
+    if not dist.is_initialized():
+        return outputs
+    return torch.cat(torch.distributed.nn.functional.all_gather(outputs.contiguous()))
+
+
+def measure_diversity(kind: str, logits: Tensor, y: Tensor) -> Tensor:
+    """How different are N networks? From their logits (N, B, classes) on the same images with
+    labels y (B,). Both measures carry the factor 500 = dim z of the entropy."""
+    dim = Hypernetwork.noise_size
+    if kind == "outputs":
+        return knn_entropy(gather(logits.softmax(dim=-1).flatten(1)), dim)
+    if kind == "ensemble":  # the loss of the averaged prediction
+        log_p = gather(logits.log_softmax(dim=-1))
+        return -dim * F.nll_loss(log_p.logsumexp(dim=0) - math.log(len(log_p)), y)
+    return logits.new_zeros(())
+
+
+def training_step(
+    model: nn.Module, z: Tensor, x: Tensor, y: Tensor, args: argparse.Namespace, ramp: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n, `images_per_forward` at a
+    time. Runs backward too: gradients add up in the generated weights, portion by portion, and pass
+    through the hypernetwork once. Diversity has its full weight when ramp is 1."""
+    theta = model(z)
+    leaves = [layer.detach().requires_grad_() for layer in theta]
+    loss = loss_acc = acc = 0
+    portions = zip(x.split(args.images_per_forward, dim=1), y.split(args.images_per_forward, dim=1))
+    for portion, (images, labels) in enumerate(portions):
+        with torch.autocast(x.device.type, torch.bfloat16) if args.amp else nullcontext():
+            logits = each_network(target_network, images, leaves)  # (N, B, classes)
+        logits = logits.to(x.dtype)  # after bfloat16
+        part_acc = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        part = args.lam * part_acc / y.numel()
+        if portion == 0:
+            shared = slice(args.shared)
+            diversity = measure_diversity(args.diversity, logits[:, shared], labels[0, shared])
+            part = part - ramp * diversity
+        part.backward()
+        loss, loss_acc = loss + part.detach(), loss_acc + part_acc.detach() / y.numel()
+        acc = acc + (logits.argmax(dim=-1) == labels).float().sum() / y.numel()
+    torch.autograd.backward(theta, [leaf.grad for leaf in leaves])
+    return loss, loss_acc, diversity.detach(), acc
+
+
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    warm_up = min(200, args.steps // 5 + 1)
+    if args.column == "b":
+        return args.lr * min(1.0, (step + 1) / warm_up)
+    return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
+
+
+def in_chain(steps: int, done: int) -> bool:
+    """Is the network after `done` steps one of the ten of column (b)? They come from the second
+    half of the chain, equally far apart, the last step among them."""
+    gap = max(1, steps // 20)
+    return (steps - done) % gap == 0 and (steps - done) // gap < 10
+
+
+SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
+
+
+def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
+    """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(args.seed)
+    model = make_model(settings(args)).to(args.device)
+    parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    if args.column in "ab":
+        sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
+        optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
+    file, first, log, seconds, chain = args.folder / "checkpoint.pt", 0, [], 0.0, []
+    state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
+    if state and args.resume:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, log, seconds = state["step"], state["log"], state["seconds"]
+        chain = [[filters.to(args.device) for filters in theta] for theta in state["chain"]]
+        print(f"resuming at step {first} of {args.steps}")
+    if rank == 0:
+        (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
+
+    x, y = data["train"]
+    crops = all_crops(torch.cat([x, x.flip(-1)]), args.crop)  # mirror images are images too
+    y = y.repeat(2)
+    start = time.perf_counter() - seconds
+    bar = tqdm(
+        range(first, args.steps), initial=first, total=args.steps, mininterval=2, disable=rank > 0
+    )
+    for step in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        z = model.noise(args.networks, seeded(args, step, args.device, 10**6 + rank))
+        images, labels = draw_batch(crops, y, args, step, rank)
+        # Learn first, spread later: networks that are spread while they know nothing stay useless.
+        ramp = min(1.0, step / max(1, args.ramp * args.steps))
+        optimizer.zero_grad()
+        loss, loss_acc, diversity, acc = training_step(parallel, z, images, labels, args, ramp)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)  # against rare spikes
+        optimizer.step()
+
+        done = step + 1
+        validating = done % args.validate_every == 0 or done == args.steps
+        if args.column == "b" and in_chain(args.steps, done):
+            chain.append([filters.detach().clone() for filters in model(None)])
+        if rank > 0:
+            continue
+        if done % LOG_EVERY == 0 or validating:
+            row = dict(loss=loss, loss_acc=loss_acc, diversity=diversity, acc=acc)
+            row = dict(step=done) | {name: value.item() for name, value in row.items()}
+            if not math.isfinite(row["loss"] + norm.item()):
+                good = f"; {file} is the last good checkpoint" if file.exists() else ""
+                sys.exit(f"step {done}: the loss is not finite; try a smaller --lr{good}")
+            log.append(row)
+            bar.set_postfix({k: f"{row[k]:.4g}" for k in ("loss_acc", "acc", "diversity")})
+        if validating:
+            row = validate(model, data, args)
+            log.append(dict(step=done) | row)
+            numbers = (f"{name[4:]} {value:.4f}" for name, value in row.items())
+            bar.write(f"step {done}: " + ", ".join(numbers))
+            seconds = time.perf_counter() - start
+            content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
+            content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+            save(content | dict(chain=chain), file)
+            write_log(log, args.folder / "log.csv")
+    if rank == 0:
+        save(dict(settings=settings(args), model=model.state_dict()), args.folder / "model.pt")
+    spent = dict(training_seconds=round(seconds, 1))
+    spent["images_seen"] = args.steps * args.networks * args.images * args.ranks
+    return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
+
+
+def make_model(settings: dict) -> nn.Module:
+    classes = CLASSES[settings["dataset"]]
+    if settings["column"] in "ab":
+        return OneNetwork(classes)
+    return Hypernetwork(classes, settings["start"])
+
+
+def settings(args: argparse.Namespace) -> dict:
+    more = ["crop", "seed", "fake_data", "images_per_forward", "amp", "ranks"]
+    return {name: getattr(args, name) for name in SETTINGS.split() + more}
+
+
+def save(content: dict, file: Path) -> None:
+    """Written beside the file and then renamed: a run that dies never leaves half a file."""
+    temporary = file.with_suffix(".tmp")
+    torch.save(content, temporary)
+    os.replace(temporary, file)
+
+
+def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
+    """With `args`, the checkpoint must have been made with the same settings."""
+    try:
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        theirs = state["settings"]
+        make_model(theirs).load_state_dict(state["model"])
+    except Exception as error:
+        sys.exit(f"{file} is missing, damaged or not from this script ({type(error).__name__})")
+    for name, value in settings(args).items() if args else ():
+        if theirs.get(name) != value:
+            flag = name.replace("_", "-")
+            remedy = "use that or another --out, or remove the file"
+            sys.exit(f"{file} has --{flag} {theirs.get(name)}, not {value}: {remedy}")
+    return state
+
+
+def load(file: str | Path, device: str = "cpu") -> tuple[nn.Module, dict]:
+    """A trained model and the settings it was trained with."""
+    state = load_checkpoint(Path(file))
+    model = make_model(state["settings"])
+    model.load_state_dict(state["model"])
+    return model.to(device), state["settings"]
+
+
+def write_log(log: list[dict], file: Path) -> None:
+    names = list(dict.fromkeys(name for row in log for name in row))
+    with open(file, "w", newline="") as handle:
+        writer = csv.DictWriter(handle, names)
+        writer.writeheader()
+        writer.writerows(log)
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def predict(theta: list[Tensor], moments: Tensor, x: Tensor) -> Tensor:
+    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32), few at a time
+    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
+    images = 250 if x.device.type == "cpu" else max(1, 10000 // len(theta[0]))
+    logits = [
+        each_network(calibrated_network, part.expand(len(moments), *part.shape), [*theta, moments])
+        for part in x.split(images)
+    ]
+    return torch.cat(logits, dim=1).softmax(dim=-1)
+
+
+def majority(votes: Tensor, classes: int) -> Tensor:
+    """(N, B) -> (B,); ties go to the smallest class."""
+    return F.one_hot(votes, classes).sum(dim=0).argmax(dim=-1)
+
+
+def disagreement(votes: Tensor) -> float:
+    """How often two different networks of (N, B) votes give different answers, over all pairs."""
+    n = len(votes)
+    same = sum((votes == vote).float().mean() for vote in votes)  # pairs with itself included
+    return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
+
+
+def accuracy(predicted: Tensor, y: Tensor) -> Tensor:
+    return (predicted == y).float().mean(dim=-1)
+
+
+def calibration_error(probabilities: Tensor, y: Tensor) -> Tensor:
+    """Distance of confidence and accuracy, in 15 bins of confidence, weighted by their images."""
+    confidence, predicted = probabilities.max(dim=-1)
+    bins = (confidence * 15).long().clamp(max=14)
+    gap = confidence.new_zeros(15).index_add(0, bins, confidence - (predicted == y).float())
+    return gap.abs().sum() / len(y)
+
+
+def ensemble(probabilities: Tensor, y: Tensor) -> Tensor:
+    """Of networks' probabilities (N, B, classes): accuracy of the majority, accuracy, negative log
+    likelihood and calibration error of the mean probability (4,)."""
+    mean = probabilities.mean(dim=0)
+    votes = majority(probabilities.argmax(dim=-1), mean.shape[-1])
+    loss = F.nll_loss(mean.clamp_min(1e-12).log(), y)
+    error = calibration_error(mean, y)
+    return torch.stack([accuracy(votes, y), accuracy(mean.argmax(dim=-1), y), loss, error])
+
+
+def evaluate(theta: list[Tensor], calibration: Tensor, x: Tensor, y: Tensor) -> dict:
+    """Networks one by one, in ensembles of ten (no network in two of them), and all together. Their
+    moments come from the images `calibration`."""
+    probabilities = predict(theta, recalibrate(theta, calibration), x)
+    votes = probabilities.argmax(dim=-1)
+    result = dict(networks=len(votes), disagreement=disagreement(votes))
+    result["accuracies"] = [round(a, 4) for a in accuracy(votes, y).tolist()]
+    for name, size in dict(single=1, ten=10, all=len(votes)).items():
+        groups = probabilities.split(size)[: max(1, len(votes) // size)]
+        numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
+        names = ["majority", "mean_probability", "nll", "calibration_error"]
+        result |= {f"{name}_{k}": v for k, v in zip(names, numbers.mean(dim=0).tolist())}
+        result[f"{name}_std"] = numbers[:, 0].std(correction=0).item()
+    result["single"] = result.pop("single_majority")
+    del result["single_mean_probability"]
+    sizes = [n for n in NUMBERS if n <= len(votes)]
+    by_size = [accuracy(majority(votes[:n], probabilities.shape[-1]), y).item() for n in sizes]
+    return result | dict(sizes=sizes, majority_by_size=by_size)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, data: dict, args: argparse.Namespace, networks: int = 10) -> dict:
+    """Ten networks of a hypernetwork, from the same z every time, or the one of SGD. On the CPU on
+    1,000 images, calibrated on 500 others: a network in inference is half as costly as in training.
+    """
+    (x, y), (calibration, _) = data["val"], data["train"]
+    few = x.device.type == "cpu"
+    z = model.noise(networks, torch.Generator(x.device).manual_seed(1))
+    theta = model(z)
+    if few:
+        x, y, calibration = x[:1000], y[:1000], calibration[:500]
+    tested = evaluate(theta, calibration[: args.calibration], x, y)
+    return dict(
+        val_mean=tested["single"],
+        val_majority=tested["all_majority"],
+        val_mean_probability=tested["all_mean_probability"],
+        val_nll=tested["single_nll"],
+        val_disagreement=tested["disagreement"],
+    )
+
+
+@torch.no_grad()
+def averages(model: nn.Module, z: Tensor, numbers: list[int]):
+    """Yields (n, the mean of the weights of the networks of the first n z) for increasing n, at
+    most 20 networks in memory."""
+    mean, first = 0, 0
+    for n in numbers:
+        for part in z[first:n].split(20):
+            first += len(part)
+            total = [filters.sum(dim=0, keepdim=True) for filters in model(part)]
+            if mean == 0:
+                mean = [torch.zeros_like(filters) for filters in total]
+            for m, t in zip(mean, total):
+                m += (t - len(part) * m) / first
+        yield n, mean
+
+
+def distil(model: nn.Module, z: Tensor, calibration: Tensor, x: Tensor, y: Tensor) -> dict:
+    """One network from the averaged weights of n samples: its accuracy, for increasing n. Averaged
+    weights need moments of their own."""
+    numbers = [n for n in NUMBERS if n < len(z)] + [len(z)]
+    tested = [
+        ensemble(predict(theta, recalibrate(theta, calibration), x), y)
+        for _, theta in averages(model, z, numbers)
+    ]
+    _, accs, losses, errors = torch.stack(tested).T.tolist()
+    return dict(numbers=numbers, accuracy=accs, nll=losses, calibration_error=errors)
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+
+
+def plot_training(log: list[dict], title: str) -> Figure:
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    loss, diversity, validation = figure.subplots(1, 3)
+    steps = [row for row in log if "loss" in row]
+    for ax, name in (loss, "loss_acc"), (diversity, "diversity"):
+        ax.plot([row["step"] for row in steps], [row[name] for row in steps], linewidth=0.8)
+    loss.set(xlabel="training step", ylabel="cross-entropy (nats)", title=title)
+    diversity.set(xlabel="training step", ylabel="diversity term", title="what is rewarded")
+    rows = [row for row in log if "val_mean" in row]
+    for name, label in dict(mean="one network", majority="majority of ten").items():
+        values = [100 * row[f"val_{name}"] for row in rows]
+        validation.plot([row["step"] for row in rows], values, ".-", label=label)
+    validation.set(xlabel="training step", ylabel="accuracy (%)", title="validation")
+    validation.legend()
+    return figure
+
+
+def plot_distillation(runs: list[dict]) -> Figure:
+    """Accuracy against the number of networks: averaged into one, or voting."""
+    figure = Figure(figsize=(5.5 * len(runs), 4), layout="constrained")
+    for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
+        tested, averaged = run["tested"], run["distilled"]
+        ax.plot(averaged["numbers"], 100 * torch.tensor(averaged["accuracy"]), "o-", color="C0")
+        ax.plot(tested["sizes"], 100 * torch.tensor(tested["majority_by_size"]), "s--", color="C1")
+        ax.axhline(100 * tested["single"], color="black", linestyle=":")
+        ax.legend(["ONE network, weights averaged", "majority vote of n", "a typical member"])
+        ax.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title=run["title"])
+    return figure
+
+
+def plot_comparison(runs: list[dict]) -> Figure:
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    bars, curves = figure.subplots(1, 2)
+    for i, (name, label) in enumerate(dict(single="one", ten_majority="majority of ten").items()):
+        values = [100 * run["tested"][name] for run in runs]
+        places = [k + 0.4 * i for k in range(len(runs))]
+        bars.bar_label(bars.bar(places, values, 0.4, label=label), fmt="%.1f", fontsize=8)
+    low = min(run["tested"]["single"] for run in runs)
+    bars.set(ylim=(100 * low - 8, None), ylabel="test accuracy (%)")
+    bars.set_xticks([k + 0.2 for k in range(len(runs))], [run["title"] for run in runs], fontsize=8)
+    bars.tick_params("x", rotation=20)
+    bars.legend(loc="upper left")
+    for run in runs:
+        rows = [row for row in run["log"] if "val_mean" in row]
+        millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
+        curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
+    curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
+    curves.set(ylabel="validation accuracy, majority of ten (%)")
+    curves.legend(fontsize=8)
+    return figure
+
+
+def compare(folders: list[Path], out: Path) -> dict:
+    """A table and a figure of finished runs."""
+    runs = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
+    names = ["single", "ten_majority", "all_majority", "disagreement", "single_nll", "ten_nll"]
+    names += ["single_calibration_error", "ten_calibration_error"]
+    rows = []
+    for run in runs:
+        row = dict(title=run["title"]) | {name: run["tested"][name] for name in names}
+        row["networks"] = run["tested"]["networks"]
+        row["averaged"] = run["distilled"]["accuracy"][-1] if "distilled" in run else None
+        rows.append(row | {name: run[name] for name in ("images_seen", "training_seconds")})
+    for name in rows[0]:
+        cells = (f"{v:.4f}" if isinstance(v := row[name], float) else str(v) for row in rows)
+        print(f"{name:26s}", *(f"{cell:>22s}" for cell in cells))
+    (out / "compare.json").write_text(json.dumps(rows, indent=1))
+    plot_comparison(runs).savefig(out / "compare.png", dpi=150)
+    distilled = [run for run in runs if "distilled" in run]
+    if distilled:
+        plot_distillation(distilled).savefig(out / "compare_distillation.png", dpi=150)
+    return dict(rows=rows)
+
+
+# ---- Main ----------------------------------------------------------------------------------------
+
+
+def provenance(argv: list[str], args: argparse.Namespace) -> dict:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    except OSError:  # no git here
+        commit = "unknown"
+    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return dict(
+        command=" ".join(["python", f"{NAME}.py", *argv]),
+        commit=commit,
+        hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
+        torch=torch.__version__,
+        data="made up" if args.fake_data else args.dataset,
+    )
+
+
+def title(used: dict) -> str:
+    words = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) ")[used["column"]]
+    words += used["diversity"] if used["column"] == "d" else ""
+    words += ", random start" if used["start"] == "random" else ""
+    words += ", CIFAR-100" if used["dataset"] == "cifar100" else ""
+    return words + (", MADE-UP DATA" if used["fake_data"] else "")
+
+
+def main(argv: list[str] | None = None) -> dict:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_args(argv)
+    if args.compare:
+        return compare(args.compare, args.folder)
+    if args.column == "all":
+        folders = [main([*argv, "--column", column])["folder"] for column in COLUMNS]
+        return compare([Path(folder) for folder in folders], args.folder)
+    if args.ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        if args.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA
+    torch.backends.cudnn.benchmark = True
+    data = load_data(args)
+    x, y = data["test"]
+    calibration = data["train"][0][: args.calibration]
+    metrics = dict(folder=str(args.folder)) | provenance(argv, args)
+    if args.checkpoint:
+        model, used = load(args.checkpoint, args.device)
+    else:
+        model, chain, log, spent = train(args, data)
+        used = settings(args)
+        metrics |= spent | dict(log=[row for row in log if "val_mean" in row])
+        if log:
+            plot_training(log, title(used)).savefig(args.folder / "training.png", dpi=150)
+
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return metrics
+    start = time.perf_counter()
+    parameters = sum(p.numel() for p in model.parameters())
+    metrics |= dict(title=title(used), seed=used["seed"], settings=used, parameters=parameters)
+    with torch.no_grad():
+        if isinstance(model, Hypernetwork):
+            generator = torch.Generator(args.device).manual_seed(2)
+            z = args.sigma * model.noise(max(args.tested, args.averaged), generator)
+            metrics["sigma"] = args.sigma
+            metrics["tested"] = evaluate(model(z[: args.tested]), calibration, x, y)
+            metrics["distilled"] = distil(model, z[: args.averaged], calibration, x, y)
+            plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
+        else:
+            metrics["tested"] = evaluate(chain or model(None), calibration, x, y)
+    analysis = time.perf_counter() - start
+    metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
+    (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    tested = metrics["tested"]
+    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
+    print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
+    if "distilled" in metrics:
+        print(
+            f"weights averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %"
+        )
+    print(f"figures and metrics: {args.folder}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
