@@ -237,12 +237,8 @@ class Hypernetwork(nn.Module):
         super().__init__()
         self.extractor = mlp(self.noise_size, 300, 300, self.code_size * sum(self.codes))
         self.generators = nn.ModuleList(
-            [
-                mlp(15, 40, 40, 26),
-                mlp(15, 100, 100, 801),
-                mlp(15, 100, 100, 785),
-                mlp(15, 60, 60, 90),
-            ]
+            mlp(self.code_size, width, width, f * k // codes)
+            for width, (f, k), codes in zip((40, 100, 100, 60), SHAPES, self.codes)
         )
         if recipe == "ours":
             last = self.extractor[-1]
@@ -294,18 +290,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
 
 
-SETTINGS = [
-    "model",
-    "recipe",
-    "steps",
-    "lr",
-    "lam",
-    "batch",
-    "images",
-    "shift",
-    "seed",
-    "fake_data",
-]
+SETTINGS = "model recipe steps lr lam batch images shift seed fake_data"
 
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], float]:
@@ -323,7 +308,9 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], 
     )
     file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
     state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
-    if state and args.resume:
+    if state and not args.resume:
+        sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
+    if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log, seconds = state["step"], state["log"], state["seconds"]
@@ -384,7 +371,7 @@ def make_model(settings: dict) -> nn.Module:
 
 
 def settings(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in SETTINGS}
+    return {name: getattr(args, name) for name in SETTINGS.split()}
 
 
 def save(content: dict, file: Path) -> None:
@@ -1048,10 +1035,8 @@ def main(argv: list[str] | None = None) -> dict:
     data = load_data(args)
     metrics = provenance(argv, args)
     if args.checkpoint:
-        model, used = (
-            load(args.checkpoint, args.device),
-            load_checkpoint(args.checkpoint)["settings"],
-        )
+        model = load(args.checkpoint, args.device)
+        used = load_checkpoint(args.checkpoint)["settings"]
     else:
         model, log, seconds = train(args, data)
         used = settings(args)

@@ -10,7 +10,7 @@ network again.
 
     python 03_cifar_lenet.py --column d              # documented run: HOURS on two cores
     python 03_cifar_lenet.py --column all --quick    # all four columns, a few minutes
-    python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_*
+    python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_?
 """
 
 import argparse
@@ -75,9 +75,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add(
-        "--start", choices=["copies", "random"], default="copies", help="networks of an untrained G"
-    )
+    add("--start", choices=["copies", "random"], default="copies", help="of the hypernetwork")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -91,19 +89,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs") / NAME,
-        help="a run gets its own folder in this one",
-    )
+    add("--out", type=Path, default=Path("runs") / NAME, help="a run has its folder in this one")
     add("--resume", action="store_true", help="go on with the run in its folder")
     add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
     add("--compare", type=Path, nargs="+", metavar="RUN", help="a table of finished runs")
     add("--validate-every", type=count, help="steps between two validations; 2000 or 200")
-    add(
-        "--tested", type=count, default=100, help="networks to test, in ensembles of ten and as one"
-    )
+    add("--tested", type=count, default=100, help="networks to test, by tens and all together")
     add("--averaged", type=count, default=10000, help="networks averaged into one")
     add("--sigma", type=positive, default=1.0, help="scale of z when networks are sampled")
     add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
@@ -116,18 +107,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {args.device}")
-    if args.column != "d":
-        args.diversity = "none"
-    elif args.diversity == "none":
+    if args.column == "d" and args.diversity == "none":
         parser.error("--diversity none is --column c")
-    if args.column != "all":
-        args.shared = args.shared or max(1, args.images // 8)
-        if args.shared > args.images:
-            parser.error("--shared cannot exceed --images")
-        if args.column in "ab" and args.networks > 1:
+    args.diversity = args.diversity if args.column == "d" else "none"
+    if args.column in ("a", "b"):
+        args.lam = 1.0  # there is nothing to weigh accuracy against
+        if args.networks > 1:
             parser.error(f"--networks: column {args.column} trains one network")
-        if args.diversity != "none" and args.networks < 2:
-            parser.error("--networks must be at least 2: diversity needs a nearest other network")
+    elif args.diversity != "none" and args.networks < 2:
+        parser.error("--networks must be at least 2: diversity needs a nearest other network")
+    if args.diversity not in ("outputs", "ensemble"):
+        args.shared = 0
+    elif args.shared is None:
+        args.shared = max(1, args.images // 8)
+    if args.shared and args.shared > args.images:
+        parser.error("--shared cannot exceed --images")
     if not 0 <= args.ramp <= 1:
         parser.error("--ramp must lie between 0 and 1")
     if args.crop < 0 or args.weight_decay < 0:
@@ -139,10 +133,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for folder in args.compare or ():
         if not (folder / "metrics.json").exists():
             parser.error(f"--compare {folder}: no metrics.json there; has that run finished?")
-    if args.compare or args.checkpoint:
-        args.folder = args.out / ("compare" if args.compare else "evaluation")
+    if args.compare or args.column == "all":
+        args.folder = args.out / "compare"
+    elif args.checkpoint:
+        args.folder = args.out / "evaluation"
     else:
-        suffix = f"_{args.diversity}" if args.column == "d" and args.diversity != "outputs" else ""
+        suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
         suffix += "_random" if args.start == "random" else ""
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
@@ -198,15 +194,22 @@ def all_crops(x: Tensor, pixels: int) -> Tensor:
     return windows.unflatten(-1, (32, 3)).movedim(-1, -3)
 
 
-def draw_batch(crops: Tensor, y: Tensor, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+def seeded(args: argparse.Namespace, step: int) -> torch.Generator:
+    """The random numbers of a step depend on seed and step alone: --resume needs no state."""
+    return torch.Generator(args.device).manual_seed(args.seed * 1_000_003 + step)
+
+
+def draw_batch(
+    crops: Tensor, y: Tensor, args: argparse.Namespace, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Random images (N, B, 3, 32, 32) and labels (N, B). The first `shared` are the same for all N
     networks, to compare their answers; the others differ, as in the paper."""
-    choices = [
-        torch.randint(k, (args.networks, args.images), device=y.device) for k in crops.shape[:3]
+    shape = (args.networks, args.images)
+    index, row, column = choices = [
+        torch.randint(k, shape, device=y.device, generator=generator) for k in crops.shape[:3]
     ]
     for choice in choices:
         choice[1:, : args.shared] = choice[0, : args.shared]
-    index, row, column = choices
     return crops[index, row, column], y[index]
 
 
@@ -240,7 +243,10 @@ class OneNetwork(nn.Module):
             torch.randn(1, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes(classes)
         )
 
-    def draw(self, n: int) -> list[Tensor]:
+    def noise(self, n: int, generator: torch.Generator | None = None) -> None:
+        return None
+
+    def forward(self, z: None) -> list[Tensor]:
         return list(self.theta)
 
 
@@ -297,9 +303,6 @@ class Hypernetwork(nn.Module):
             for generator, code, (f, k) in zip(self.generators, codes, self.shapes)
         ]
 
-    def draw(self, n: int) -> list[Tensor]:
-        return self(self.noise(n))
-
 
 # ---- Training ------------------------------------------------------------------------------------
 
@@ -321,11 +324,11 @@ def measure_diversity(kind: str, theta: list[Tensor], logits: Tensor, y: Tensor)
 
 
 def training_step(
-    model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace, ramp: float = 1.0
+    model: nn.Module, z: Tensor, x: Tensor, y: Tensor, args: argparse.Namespace, ramp: float = 1.0
 ) -> tuple[Tensor, ...]:
     """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n. Diversity has its full
     weight when ramp is 1."""
-    theta = model.draw(len(x))
+    theta = model(z)
     logits = each_network(target_network, x, theta)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     shared = slice(args.shared)
@@ -363,14 +366,13 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     file, first, log, seconds, chain = args.folder / "checkpoint.pt", 0, [], 0.0, []
     state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
-    if state and args.resume:
+    if state and not args.resume:
+        sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
+    if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log, seconds = state["step"], state["log"], state["seconds"]
         chain = [[filters.to(args.device) for filters in theta] for theta in state["chain"]]
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
         print(f"resuming at step {first} of {args.steps}")
     (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
 
@@ -382,10 +384,12 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
-        images, labels = draw_batch(crops, y, args)
+        generator = seeded(args, step)
+        z = model.noise(args.networks, generator)
+        images, labels = draw_batch(crops, y, args, generator)
         # Learn first, spread later: networks that are spread while they know nothing stay useless.
         ramp = min(1.0, step / max(1, args.ramp * args.steps))
-        loss, loss_acc, diversity, acc = training_step(model, images, labels, args, ramp)
+        loss, loss_acc, diversity, acc = training_step(model, z, images, labels, args, ramp)
         optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)  # against rare spikes
@@ -394,7 +398,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         done = step + 1
         validating = done % args.validate_every == 0 or done == args.steps
         if args.column == "b" and in_chain(args.steps, done):
-            chain.append([filters.detach().clone() for filters in model.draw(1)])
+            chain.append([filters.detach().clone() for filters in model(None)])
         if done % LOG_EVERY == 0 or validating:
             row = dict(loss=loss, loss_acc=loss_acc, diversity=diversity, acc=acc)
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
@@ -411,12 +415,12 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             seconds = time.perf_counter() - start
             content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-            content |= dict(chain=chain, rng=torch.get_rng_state(), cuda_rng=None)
-            if args.device == "cuda":
-                content["cuda_rng"] = torch.cuda.get_rng_state()
-            save(content, file)
+            save(content | dict(chain=chain), file)
             write_log(log, args.folder / "log.csv")
-    save(dict(settings=settings(args), model=model.state_dict()), args.folder / "model.pt")
+    # In half precision, for half the size; what is tested from now on is what is in the file.
+    halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
+    model.load_state_dict(halves)
     spent = dict(training_seconds=round(seconds, 1))
     spent["images_seen"] = args.steps * args.networks * args.images
     return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
@@ -526,7 +530,6 @@ def evaluate(theta: list[Tensor], x: Tensor, y: Tensor) -> dict:
     probabilities = predict(theta, x)
     votes = probabilities.argmax(dim=-1)
     result = dict(networks=len(votes), disagreement=disagreement(votes))
-    result["accuracies"] = [round(a, 4) for a in accuracy(votes, y).tolist()]
     for name, size in dict(single=1, ten=10, all=len(votes)).items():
         groups = probabilities.split(size)[: max(1, len(votes) // size)]
         numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
@@ -543,9 +546,8 @@ def evaluate(theta: list[Tensor], x: Tensor, y: Tensor) -> dict:
 @torch.no_grad()
 def validate(model: nn.Module, x: Tensor, y: Tensor) -> dict:
     """Ten networks of a hypernetwork, from the same z every time, or the one of SGD."""
-    generator = torch.Generator(x.device).manual_seed(1)
-    hypernet = isinstance(model, Hypernetwork)
-    tested = evaluate(model(model.noise(10, generator)) if hypernet else model.draw(1), x, y)
+    z = model.noise(10, torch.Generator(x.device).manual_seed(1))
+    tested = evaluate(model(z), x, y)
     return dict(
         val_mean=tested["single"],
         val_majority=tested["all_majority"],
@@ -625,11 +627,13 @@ def plot_comparison(runs: list[dict]) -> Figure:
     bars.tick_params("x", rotation=20)
     bars.legend(loc="upper left")
     for run in runs:
-        rows = [row for row in run["log"] if "val_mean" in row]
+        rows = run.get("log")
+        if not rows:  # evaluated without training
+            continue
         millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
-    curves.set(ylabel="validation accuracy, majority of ten (%)")
+    curves.set(ylabel="validation accuracy (%); (c, d): of a majority of ten")
     curves.legend(fontsize=8)
     return figure
 
@@ -644,7 +648,7 @@ def compare(folders: list[Path], out: Path) -> dict:
         row = dict(title=run["title"]) | {name: run["tested"][name] for name in names}
         row["networks"] = run["tested"]["networks"]
         row["averaged"] = run["distilled"]["accuracy"][-1] if "distilled" in run else None
-        rows.append(row | {name: run[name] for name in ("images_seen", "training_seconds")})
+        rows.append(row | {name: run.get(name) for name in ("images_seen", "training_seconds")})
     for name in rows[0]:
         cells = (f"{v:.4f}" if isinstance(v := row[name], float) else str(v) for row in rows)
         print(f"{name:26s}", *(f"{cell:>22s}" for cell in cells))
@@ -671,7 +675,6 @@ def provenance(argv: list[str], args: argparse.Namespace) -> dict:
         commit=commit,
         hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
         torch=torch.__version__,
-        data="made up" if args.fake_data else args.dataset,
     )
 
 
@@ -689,42 +692,44 @@ def main(argv: list[str] | None = None) -> dict:
     if args.compare:
         return compare(args.compare, args.folder)
     if args.column == "all":
-        folders = [main([*argv, "--column", column])["folder"] for column in COLUMNS]
-        return compare([Path(folder) for folder in folders], args.folder)
-    data = load_data(args)
-    x, y = data["test"]
-    metrics = dict(folder=str(args.folder)) | provenance(argv, args)
+        columns = [[*argv, "--column", column] for column in COLUMNS]
+        folders = [parse_args(column).folder for column in columns]  # a wrong flag stops here
+        for column in columns:
+            main(column)
+        return compare(folders, args.folder)
+    metrics = provenance(argv, args)
     if args.checkpoint:
         model, used = load(args.checkpoint, args.device)
+        if isinstance(model, OneNetwork):
+            sys.exit(f"{args.checkpoint} holds one network: there is no hypernetwork to sample")
+        args.dataset, args.fake_data = used["dataset"], used["fake_data"]
+        data, chain = load_data(args), []
     else:
+        data, used = load_data(args), settings(args)
         model, chain, log, spent = train(args, data)
-        used = settings(args)
         metrics |= spent | dict(log=[row for row in log if "val_mean" in row])
         plot_training(log, title(used)).savefig(args.folder / "training.png", dpi=150)
 
     start = time.perf_counter()
     parameters = sum(p.numel() for p in model.parameters())
     metrics |= dict(title=title(used), seed=used["seed"], settings=used, parameters=parameters)
+    metrics |= dict(data="made up" if used["fake_data"] else used["dataset"], sigma=args.sigma)
+    z = model.noise(max(args.tested, args.averaged), torch.Generator(args.device).manual_seed(2))
+    z = z if z is None else args.sigma * z
     with torch.no_grad():
-        if isinstance(model, Hypernetwork):
-            generator = torch.Generator(args.device).manual_seed(2)
-            z = args.sigma * model.noise(max(args.tested, args.averaged), generator)
-            metrics["sigma"] = args.sigma
-            metrics["tested"] = evaluate(model(z[: args.tested]), x, y)
-            metrics["distilled"] = distil(model, z[: args.averaged], x, y)
-            plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
-        else:
-            metrics["tested"] = evaluate(chain or model.draw(1), x, y)
+        theta = chain or model(z if z is None else z[: args.tested])
+    metrics["validated"] = evaluate(theta, *data["val"])  # for choices; the test set is for the end
+    metrics["tested"] = tested = evaluate(theta, *data["test"])
+    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
+    if tested["networks"] >= 10:
+        print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
+    if z is not None:
+        metrics["distilled"] = distil(model, z[: args.averaged], *data["test"])
+        print(f"averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %")
+        plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
     analysis = time.perf_counter() - start
     metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
     (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    tested = metrics["tested"]
-    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
-    print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
-    if "distilled" in metrics:
-        print(
-            f"weights averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %"
-        )
     print(f"figures and metrics: {args.folder}")
     return metrics
 

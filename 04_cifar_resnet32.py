@@ -5,11 +5,10 @@
 Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
 LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
 network: moments of its batch in training, and one pass over the training set to give a generated
-(or averaged) network its own. Columns (a) to (d) as in 03.
+(or averaged) network its own. Columns (a) to (d) as in 03. At the paper's scale, not run here:
 
-    python 04_cifar_resnet32.py --column d             # HOURS on two cores
-    torchrun --nproc_per_node=4 04_cifar_resnet32.py   # four GPUs
-    python 04_cifar_resnet32.py --compare runs/04_cifar_resnet32/cifar10_*
+    python 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
+    torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 5 --images 512 --steps 60000 --amp
 """
 
 import argparse
@@ -18,6 +17,7 @@ import json
 import math
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -75,15 +75,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
-    add(
-        "--diversity",
-        choices=["outputs", "ensemble", "none"],
-        default="outputs",
-        help="what column d rewards",
-    )
-    add(
-        "--start", choices=["copies", "random"], default="copies", help="networks of an untrained G"
-    )
+    add("--diversity", choices=["outputs", "ensemble", "none"], default="outputs", help="of d")
+    add("--start", choices=["copies", "random"], default="copies", help="of the hypernetwork")
     add("--steps", type=count, help="training steps; 15600 (a, b) or 1950 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -93,7 +86,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--networks", type=count, help="samples of z in a step; 4")
     add("--images", type=count, help="images per network in a step; 64 (a, b) or 128 (c, d)")
-    add("--shared", type=count, help="of these, images that all networks see; an eighth")
+    add("--shared", type=count, help="images that all networks see; a quarter of the next")
     add("--images-per-forward", type=count, default=64, help="bounds memory; batch norm sees these")
     add("--amp", action="store_true", help="target networks in bfloat16")
     add("--crop", type=int, default=4, help="pixels that training images move at most")
@@ -101,12 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
-    add(
-        "--out",
-        type=Path,
-        default=Path("runs") / NAME,
-        help="a run gets its own folder in this one",
-    )
+    add("--out", type=Path, default=Path("runs") / NAME, help="a run has its folder in this one")
     add("--resume", action="store_true", help="go on with the run in its folder")
     add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
     add("--compare", type=Path, nargs="+", metavar="RUN", help="a table of finished runs")
@@ -125,21 +113,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
         print(f"device: {args.device}")
-    args.ranks = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    # Set by torchrun.
+    args.rank, args.ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
     args.calibration = args.calibration or (5000 if args.device == "cpu" else 45000)
-    if args.column != "d":
-        args.diversity = "none"
-    elif args.diversity == "none":
+    if args.column == "d" and args.diversity == "none":
         parser.error("--diversity none is --column c")
+    args.diversity = args.diversity if args.column == "d" else "none"
+    if args.column in ("a", "b"):
+        args.lam = 1.0  # there is nothing to weigh accuracy against
+        if args.networks > 1:
+            parser.error(f"--networks: column {args.column} trains one network")
+    elif args.diversity != "none" and args.networks * args.ranks < 2:
+        parser.error("--networks must be at least 2: diversity needs a nearest other network")
     if args.column != "all":
         args.images_per_forward = min(args.images_per_forward, args.images)
-        args.shared = args.shared or max(1, args.images_per_forward // 4)
-        if args.shared > args.images_per_forward:
-            parser.error("--shared cannot exceed --images-per-forward")
-        if args.column in "ab" and args.networks > 1:
-            parser.error(f"--networks: column {args.column} trains one network")
-        if args.diversity != "none" and args.networks * args.ranks < 2:
-            parser.error("--networks must be at least 2: diversity needs a nearest other network")
+    if args.diversity == "none":
+        args.shared = 0
+    elif args.shared is None:
+        args.shared = max(1, args.images_per_forward // 4)
+    if args.shared > args.images_per_forward:
+        parser.error("--shared cannot exceed --images-per-forward")
     if not 0 <= args.ramp <= 1:
         parser.error("--ramp must lie between 0 and 1")
     if args.crop < 0 or args.weight_decay < 0:
@@ -151,10 +144,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for folder in args.compare or ():
         if not (folder / "metrics.json").exists():
             parser.error(f"--compare {folder}: no metrics.json there; has that run finished?")
-    if args.compare or args.checkpoint:
-        args.folder = args.out / ("compare" if args.compare else "evaluation")
+    if args.compare or args.column == "all":
+        args.folder = args.out / "compare"
+    elif args.checkpoint:
+        args.folder = args.out / "evaluation"
     else:
-        suffix = f"_{args.diversity}" if args.column == "d" and args.diversity != "outputs" else ""
+        suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
         suffix += "_random" if args.start == "random" else ""
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
@@ -210,26 +205,26 @@ def all_crops(x: Tensor, pixels: int) -> Tensor:
     return windows.unflatten(-1, (32, 3)).movedim(-1, -3)
 
 
+def seeded(args: argparse.Namespace, step: int, rank: int) -> torch.Generator:
+    """The random numbers of a step depend on seed, step and rank alone: --resume needs no state."""
+    return torch.Generator(args.device).manual_seed((args.seed * 1_000_003 + step) * 1009 + rank)
+
+
 def draw_batch(
-    crops: Tensor, y: Tensor, args: argparse.Namespace, step: int, rank: int = 0
+    crops: Tensor, y: Tensor, args: argparse.Namespace, step: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Random images (N, B, 3, 32, 32) and labels (N, B). The first `shared` are the same for all
-    networks of all ranks, to compare their answers; the others differ, as in the paper. The choice
-    depends on seed, step and rank alone: nothing of it has to be saved for --resume."""
-    shape = (args.networks, args.images)
-    own, shared = (
-        [torch.randint(k, shape, device=y.device, generator=generator) for k in crops.shape[:3]]
-        for generator in (seeded(args, step, y.device, 1 + rank), seeded(args, step, y.device, 0))
-    )
-    for choice, same in zip(own, shared):
-        choice[:, : args.shared] = same[0, : args.shared]
-    index, row, column = own
+    networks of all ranks, to compare their answers; the others differ, as in the paper."""
+    same = seeded(args, step, rank=1008)  # a stream for all ranks
+    choices = []
+    for k in crops.shape[:3]:
+        own = (args.networks, args.images)
+        choice = torch.randint(k, own, device=y.device, generator=generator)
+        shared = torch.randint(k, (args.shared,), device=y.device, generator=same)
+        choice[:, : args.shared] = shared
+        choices.append(choice)
+    index, row, column = choices
     return crops[index, row, column], y[index]
-
-
-def seeded(args: argparse.Namespace, step: int, device, stream: int) -> torch.Generator:
-    seed = (args.seed * 1_000_003 + step) * 1009 + stream
-    return torch.Generator(device).manual_seed(seed)
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -254,7 +249,8 @@ def target_network(
 ) -> Tensor:
     """ResNet-32, (N, B, 3, 32, 32) -> logits (N, B, classes). `theta` holds the convolutions with
     their batch norm (N, F, K + 2) and the last layer (N, classes, 65). Batch norm takes its moments
-    from its batch, or from `moments` (N, 1232, 2), and appends those it used to `record`."""
+    from its batch, or from `moments` (N, 1232, 2): mean and variance. To `record` it appends the
+    means of its inputs and of their squares."""
     layers, first = iter(theta), 0
 
     def conv_norm(x: Tensor, kernel_size: int = 3, stride: int = 1) -> Tensor:
@@ -267,7 +263,7 @@ def target_network(
             first += layer.shape[1]
         if record is not None:
             var, mean = torch.var_mean(x, dim=(1, 3, 4), correction=0)
-            record.append(torch.stack([mean, var], dim=-1))
+            record.append(torch.stack([mean, var + mean.square()], dim=-1))
         return batch_norm(x, layer[..., -2], layer[..., -1], mean, var)
 
     x = conv_norm(x).relu()
@@ -286,8 +282,8 @@ def calibrated_network(x: Tensor, theta_and_moments: list[Tensor]) -> Tensor:
     return target_network(x, theta, moments)
 
 
-def batch_moments(x: Tensor, theta: list[Tensor]) -> Tensor:
-    """(N, 1232, 2): mean and variance of the inputs of each batch norm."""
+def batch_sums(x: Tensor, theta: list[Tensor]) -> Tensor:
+    """(N, 1232, 2): means of the inputs of each batch norm, and of their squares."""
     record = []
     target_network(x, theta, record=record)
     return torch.cat(record, dim=1)
@@ -295,11 +291,16 @@ def batch_moments(x: Tensor, theta: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def recalibrate(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
-    """Moments (N, 1232, 2) of N networks from one pass over images (B, 3, 32, 32)."""
+    """Moments (N, 1232, 2) of N networks from one pass over images (B, 3, 32, 32). A portion of
+    images passes on through the network normalised by its own moments, as in training."""
     n = len(theta[0])
-    parts = x.split(images)
-    sums = (len(p) * each_network(batch_moments, p.expand(n, *p.shape), theta) for p in parts)
-    return sum(sums) / len(x)
+    if x.device.type != "cpu":  # all networks together
+        images = max(50, 5000 // n)
+    sums = (
+        len(p) * each_network(batch_sums, p.expand(n, *p.shape), theta) for p in x.split(images)
+    )
+    mean, square = (sum(sums) / len(x)).unbind(dim=-1)
+    return torch.stack([mean, square - mean.square()], dim=-1)
 
 
 class OneNetwork(nn.Module):
@@ -458,7 +459,6 @@ SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networ
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(args.seed)
     model = make_model(settings(args)).to(args.device)
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
@@ -469,13 +469,15 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     file, first, log, seconds, chain = args.folder / "checkpoint.pt", 0, [], 0.0, []
     state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
-    if state and args.resume:
+    if state and not args.resume:
+        sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
+    if state:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log, seconds = state["step"], state["log"], state["seconds"]
         chain = [[filters.to(args.device) for filters in theta] for theta in state["chain"]]
         print(f"resuming at step {first} of {args.steps}")
-    if rank == 0:
+    if args.rank == 0:
         (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
 
     x, y = data["train"]
@@ -483,13 +485,18 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     y = y.repeat(2)
     start = time.perf_counter() - seconds
     bar = tqdm(
-        range(first, args.steps), initial=first, total=args.steps, mininterval=2, disable=rank > 0
+        range(first, args.steps),
+        initial=first,
+        total=args.steps,
+        mininterval=2,
+        disable=args.rank > 0,
     )
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
-        z = model.noise(args.networks, seeded(args, step, args.device, 10**6 + rank))
-        images, labels = draw_batch(crops, y, args, step, rank)
+        generator = seeded(args, step, args.rank)
+        z = model.noise(args.networks, generator)
+        images, labels = draw_batch(crops, y, args, step, generator)
         # Learn first, spread later: networks that are spread while they know nothing stay useless.
         ramp = min(1.0, step / max(1, args.ramp * args.steps))
         optimizer.zero_grad()
@@ -501,7 +508,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         validating = done % args.validate_every == 0 or done == args.steps
         if args.column == "b" and in_chain(args.steps, done):
             chain.append([filters.detach().clone() for filters in model(None)])
-        if rank > 0:
+        if args.rank > 0:
             continue
         if done % LOG_EVERY == 0 or validating:
             row = dict(loss=loss, loss_acc=loss_acc, diversity=diversity, acc=acc)
@@ -512,7 +519,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             log.append(row)
             bar.set_postfix({k: f"{row[k]:.4g}" for k in ("loss_acc", "acc", "diversity")})
         if validating:
-            row = validate(model, data, args)
+            row = validate(model, data)
             log.append(dict(step=done) | row)
             numbers = (f"{name[4:]} {value:.4f}" for name, value in row.items())
             bar.write(f"step {done}: " + ", ".join(numbers))
@@ -521,8 +528,11 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             save(content | dict(chain=chain), file)
             write_log(log, args.folder / "log.csv")
-    if rank == 0:
-        save(dict(settings=settings(args), model=model.state_dict()), args.folder / "model.pt")
+    # In half precision, for half the size; what is tested from now on is what is in the file.
+    halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    if args.rank == 0:
+        save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
+    model.load_state_dict(halves)
     spent = dict(training_seconds=round(seconds, 1))
     spent["images_seen"] = args.steps * args.networks * args.images * args.ranks
     return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
@@ -628,13 +638,11 @@ def ensemble(probabilities: Tensor, y: Tensor) -> Tensor:
     return torch.stack([accuracy(votes, y), accuracy(mean.argmax(dim=-1), y), loss, error])
 
 
-def evaluate(theta: list[Tensor], calibration: Tensor, x: Tensor, y: Tensor) -> dict:
-    """Networks one by one, in ensembles of ten (no network in two of them), and all together. Their
-    moments come from the images `calibration`."""
-    probabilities = predict(theta, recalibrate(theta, calibration), x)
+def evaluate(theta: list[Tensor], moments: Tensor, x: Tensor, y: Tensor) -> dict:
+    """Networks one by one, in ensembles of ten (no network in two of them), and all together."""
+    probabilities = predict(theta, moments, x)
     votes = probabilities.argmax(dim=-1)
     result = dict(networks=len(votes), disagreement=disagreement(votes))
-    result["accuracies"] = [round(a, 4) for a in accuracy(votes, y).tolist()]
     for name, size in dict(single=1, ten=10, all=len(votes)).items():
         groups = probabilities.split(size)[: max(1, len(votes) // size)]
         numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
@@ -649,17 +657,12 @@ def evaluate(theta: list[Tensor], calibration: Tensor, x: Tensor, y: Tensor) -> 
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: dict, args: argparse.Namespace, networks: int = 10) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or the one of SGD. On the CPU on
-    1,000 images, calibrated on 500 others: a network in inference is half as costly as in training.
-    """
-    (x, y), (calibration, _) = data["val"], data["train"]
-    few = x.device.type == "cpu"
-    z = model.noise(networks, torch.Generator(x.device).manual_seed(1))
-    theta = model(z)
-    if few:
-        x, y, calibration = x[:1000], y[:1000], calibration[:500]
-    tested = evaluate(theta, calibration[: args.calibration], x, y)
+def validate(model: nn.Module, data: dict) -> dict:
+    """Ten networks of a hypernetwork, from the same z every time, or the one of SGD; on 1,000
+    images, with moments from 500 others, as more would cost too much on a CPU."""
+    theta = model(model.noise(10, torch.Generator(data["val"][0].device).manual_seed(1)))
+    moments = recalibrate(theta, data["train"][0][:500])
+    tested = evaluate(theta, moments, *(part[:1000] for part in data["val"]))
     return dict(
         val_mean=tested["single"],
         val_majority=tested["all_majority"],
@@ -743,11 +746,13 @@ def plot_comparison(runs: list[dict]) -> Figure:
     bars.tick_params("x", rotation=20)
     bars.legend(loc="upper left")
     for run in runs:
-        rows = [row for row in run["log"] if "val_mean" in row]
+        rows = run.get("log")
+        if not rows:  # evaluated without training
+            continue
         millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
-    curves.set(ylabel="validation accuracy, majority of ten (%)")
+    curves.set(ylabel="validation accuracy (%); (c, d): of a majority of ten")
     curves.legend(fontsize=8)
     return figure
 
@@ -762,7 +767,7 @@ def compare(folders: list[Path], out: Path) -> dict:
         row = dict(title=run["title"]) | {name: run["tested"][name] for name in names}
         row["networks"] = run["tested"]["networks"]
         row["averaged"] = run["distilled"]["accuracy"][-1] if "distilled" in run else None
-        rows.append(row | {name: run[name] for name in ("images_seen", "training_seconds")})
+        rows.append(row | {name: run.get(name) for name in ("images_seen", "training_seconds")})
     for name in rows[0]:
         cells = (f"{v:.4f}" if isinstance(v := row[name], float) else str(v) for row in rows)
         print(f"{name:26s}", *(f"{cell:>22s}" for cell in cells))
@@ -789,7 +794,6 @@ def provenance(argv: list[str], args: argparse.Namespace) -> dict:
         commit=commit,
         hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
         torch=torch.__version__,
-        data="made up" if args.fake_data else args.dataset,
     )
 
 
@@ -801,58 +805,75 @@ def title(used: dict) -> str:
     return words + (", MADE-UP DATA" if used["fake_data"] else "")
 
 
+def peak_memory() -> int:
+    """Bytes: of the accelerator's memory, or of this process's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def main(argv: list[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     if args.compare:
         return compare(args.compare, args.folder)
     if args.column == "all":
-        folders = [main([*argv, "--column", column])["folder"] for column in COLUMNS]
-        return compare([Path(folder) for folder in folders], args.folder)
+        columns = [[*argv, "--column", column] for column in COLUMNS]
+        folders = [parse_args(column).folder for column in columns]  # a wrong flag stops here
+        for column in columns:
+            main(column)
+        return compare(folders, args.folder) if args.rank == 0 else {}
     if args.ranks > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     torch.backends.cudnn.benchmark = True
-    data = load_data(args)
-    x, y = data["test"]
-    calibration = data["train"][0][: args.calibration]
-    metrics = dict(folder=str(args.folder)) | provenance(argv, args)
+    metrics = provenance(argv, args)
     if args.checkpoint:
         model, used = load(args.checkpoint, args.device)
+        if isinstance(model, OneNetwork):
+            sys.exit(f"{args.checkpoint} holds one network: there is no hypernetwork to sample")
+        args.dataset, args.fake_data = used["dataset"], used["fake_data"]
+        data, chain = load_data(args), []
     else:
+        if args.rank > 0:
+            dist.barrier()  # rank 0 downloads
+        data, used = load_data(args), settings(args)
+        if args.rank == 0 and args.ranks > 1:
+            dist.barrier()
         model, chain, log, spent = train(args, data)
-        used = settings(args)
+        if args.rank > 0:
+            return {}
         metrics |= spent | dict(log=[row for row in log if "val_mean" in row])
-        if log:
-            plot_training(log, title(used)).savefig(args.folder / "training.png", dpi=150)
+        plot_training(log, title(used)).savefig(args.folder / "training.png", dpi=150)
 
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return metrics
     start = time.perf_counter()
     parameters = sum(p.numel() for p in model.parameters())
     metrics |= dict(title=title(used), seed=used["seed"], settings=used, parameters=parameters)
+    metrics |= dict(data="made up" if used["fake_data"] else used["dataset"], sigma=args.sigma)
+    z = model.noise(max(args.tested, args.averaged), torch.Generator(args.device).manual_seed(2))
+    z = z if z is None else args.sigma * z
     with torch.no_grad():
-        if isinstance(model, Hypernetwork):
-            generator = torch.Generator(args.device).manual_seed(2)
-            z = args.sigma * model.noise(max(args.tested, args.averaged), generator)
-            metrics["sigma"] = args.sigma
-            metrics["tested"] = evaluate(model(z[: args.tested]), calibration, x, y)
-            metrics["distilled"] = distil(model, z[: args.averaged], calibration, x, y)
-            plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
-        else:
-            metrics["tested"] = evaluate(chain or model(None), calibration, x, y)
+        theta = chain or model(z if z is None else z[: args.tested])
+    calibration = data["train"][0][: args.calibration]
+    moments = recalibrate(theta, calibration)
+    few = [part[: args.calibration] for part in data["val"]]
+    metrics["validated"] = evaluate(
+        theta, moments, *few
+    )  # for choices; the test set is for the end
+    metrics["tested"] = tested = evaluate(theta, moments, *data["test"])
+    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
+    if tested["networks"] >= 10:
+        print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
+    if z is not None:
+        metrics["distilled"] = distil(model, z[: args.averaged], calibration, *data["test"])
+        print(f"averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %")
+        plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
     analysis = time.perf_counter() - start
+    metrics["peak_memory_gb"] = round(peak_memory() / 1e9, 2)
     metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
     (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    tested = metrics["tested"]
-    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
-    print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
-    if "distilled" in metrics:
-        print(
-            f"weights averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %"
-        )
     print(f"figures and metrics: {args.folder}")
     return metrics
 

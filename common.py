@@ -156,12 +156,11 @@ def batch_norm(
     With `mean` and `var` (N, C) those moments are used, without them the batch's own.
     """
     n, own = len(x), mean is None
+    # Torch's gradient is wrong, without a word, if one of these is a column of a larger tensor.
+    gamma, beta = gamma.contiguous(), beta.contiguous()
+    mean, var = (None, None) if own else (mean.contiguous(), var.contiguous())
     if x.device.type == "cpu":
-        # Torch's gradient is wrong, without a word, if one of these is a column of a larger tensor.
-        gamma, beta = gamma.contiguous(), beta.contiguous()
-        moments = [(None, None)] * n
-        if not own:
-            moments = zip(mean.contiguous().unbind(), var.contiguous().unbind())
+        moments = [(None, None)] * n if own else zip(mean.unbind(), var.unbind())
         return _stack(
             F.batch_norm(_channels_last(image), m, v, g, b, training=own)
             for image, (m, v), g, b in zip(x.unbind(), moments, gamma.unbind(), beta.unbind())

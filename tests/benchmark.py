@@ -157,24 +157,23 @@ def lenet_step(images: int) -> None:
     crops = lenet.all_crops(torch.randn(5000, 3, 32, 32), 4)
 
     def step():
-        lenet.training_step(model, *lenet.draw_batch(crops, y, args), args)[0].backward()
+        batch = lenet.draw_batch(crops, y, args, lenet.seeded(args, 0))
+        lenet.training_step(model, model.noise(args.networks), *batch, args)[0].backward()
 
-    x, labels = lenet.draw_batch(crops, y, args)
+    x, labels = lenet.draw_batch(crops, y, args, lenet.seeded(args, 0))
     step_row("LeNet", model, step, lenet.target_network, x, labels, rounds=10)
 
 
 def resnet_step() -> None:
-    args = resnet.parse_args(["--device", "cpu", "--out", "runs/benchmark"])
+    args = resnet.parse_args(["--device", "cpu", "--images", "64", "--out", "runs/benchmark"])
     model, y = resnet.Hypernetwork(), torch.randint(10, (1000,))
     crops = resnet.all_crops(torch.randn(1000, 3, 32, 32), 4)
 
     def step():
-        images, labels = resnet.draw_batch(crops, y, args, step=0)
-        resnet.training_step(model, model.noise(args.networks), images, labels, args)
+        batch = resnet.draw_batch(crops, y, args, 0, resnet.seeded(args, 0, 0))
+        resnet.training_step(model, model.noise(args.networks), *batch, args)
 
-    x, labels = (
-        part[:, : args.images_per_forward] for part in resnet.draw_batch(crops, y, args, 0)
-    )
+    x, labels = resnet.draw_batch(crops, y, args, 0, resnet.seeded(args, 0, 0))
     step_row("ResNet-32", model, step, resnet.target_network, x, labels, rounds=3)
 
 

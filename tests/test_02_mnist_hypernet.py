@@ -245,6 +245,25 @@ def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
     assert (after > before).all()
 
 
+def test_attacks_aim_at_wrong_classes_of_images_that_were_right(mnist, monkeypatch):
+    torch.manual_seed(0)
+    model = mnist.Hypernetwork("ours")
+    x, _ = mnist.fake_data(60)
+    first = mnist.sample(model, 1, torch.Generator().manual_seed(5))  # the network to be attacked
+    y = mnist.predict(first, x)[0].argmax(dim=-1)
+    y[30:] = (y[30:] + 1) % 10  # it gets half of them right
+    targets = []
+    fast_gradient = mnist.fast_gradient
+    monkeypatch.setattr(
+        mnist, "fast_gradient", lambda theta, x, t: targets.append(t) or fast_gradient(theta, x, t)
+    )
+    result = mnist.adversarial(model, x, y, members=3)
+    assert result["images"] == 30 and len(targets[0]) == 30
+    assert (targets[0] != y[:30]).all() and len(targets[0].unique()) > 3
+    assert result["single_fooled"][0] == 0  # epsilon = 0
+    assert result["single_fooled"][-1] > 0
+
+
 def test_learning_rates(mnist, tmp_path):
     out = ["--device", "cpu", "--out", str(tmp_path)]
     ours = mnist.parse_args(["--steps", "1000", "--lr", "1", *out])
