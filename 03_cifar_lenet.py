@@ -493,7 +493,7 @@ def predict(theta: list[Tensor], x: Tensor) -> Tensor:
 
 def majority(votes: Tensor, classes: int) -> Tensor:
     """(N, B) -> (B,); ties go to the smallest class."""
-    return F.one_hot(votes, classes).sum(dim=0).argmax(dim=-1)
+    return torch.stack([(votes == c).sum(dim=0) for c in range(classes)]).argmax(dim=0)
 
 
 def disagreement(votes: Tensor) -> float:
@@ -561,12 +561,12 @@ def validate(model: nn.Module, x: Tensor, y: Tensor) -> dict:
 def averages(model: nn.Module, z: Tensor, numbers: list[int]):
     """Yields (n, the mean of the weights of the networks of the first n z) for increasing n, at
     most 100 networks in memory."""
-    mean, first = 0, 0
+    mean, first = None, 0
     for n in numbers:
         for part in z[first:n].split(100):
             first += len(part)
             total = [filters.sum(dim=0, keepdim=True) for filters in model(part)]
-            if mean == 0:
+            if mean is None:
                 mean = [torch.zeros_like(filters) for filters in total]
             for m, t in zip(mean, total):
                 m += (t - len(part) * m) / first

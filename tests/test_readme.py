@@ -36,3 +36,14 @@ def test_headline_numbers_are_the_documented_runs():
             assert f"{100 * tested[key]:.2f} %" in README
     toy = json.loads((ROOT / "results/01_toy_gaussian_mixture/metrics.json").read_text())
     assert toy["claims_hold"] in README
+
+
+def test_comparison_with_mnfg_is_the_documented_one():
+    rows = json.loads((ROOT / "results/02_mnist_compare/compare.json").read_text())
+    kinds = dict(single="{:.2f} %", majority="{:.2f} %", disagreement="{:.2f} %")
+    kinds |= dict(direct_dip="{:.2f} points", fooled_single="{:.2f} %", fooled_ensemble="{:.2f} %")
+    for name, text in kinds.items():
+        line = " | ".join(text.format(100 * row[name]) for row in rows)
+        assert line in README, name
+    for name, text in dict(entropy="{:.0f}", training_seconds="{:.0f}", parameters="{:,}").items():
+        assert " | ".join(text.format(row[name]) for row in rows) in README, name
