@@ -8,19 +8,29 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_code_draws_ten_networks(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def run(marker: str) -> dict:
+    """The names after running the one code block that contains the marker."""
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if marker in c]
     names = {}
     exec(code, names)
-    assert [tuple(t.shape) for t in names["theta"]] == [
-        (10, 32, 26),
-        (10, 16, 801),
-        (10, 8, 785),
-        (10, 10, 9),
-    ]
+    return names
+
+
+def test_the_code_draws_ten_networks(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = run("hypernet.pt")
+    shapes = [(10, 32, 26), (10, 16, 801), (10, 8, 785), (10, 10, 9)]
+    assert [tuple(t.shape) for t in names["theta"]] == shapes
     probabilities = names["mnist"].predict(names["theta"], torch.rand(5, 1, 28, 28))
     torch.testing.assert_close(probabilities.sum(dim=-1), torch.ones(10, 5))
+
+
+def test_pieces_to_copy():
+    samples = run("knn_entropy")["samples"]
+    assert samples.grad.isfinite().all() and samples.grad.abs().sum() > 0
+    gauged = run("fix_gauge")["gauged"]
+    torch.testing.assert_close(gauged[0].square().mean(dim=-1), torch.ones(1, 8))
+    assert run("import conv2d, linear")["y"].shape == (5, 16, 10)
 
 
 def test_links_and_pictures_exist():
