@@ -11,12 +11,6 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = "01_toy_gaussian_mixture.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, SCRIPT, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_mixture_has_the_authors_components(toy):
@@ -149,7 +143,8 @@ def test_training_step_without_the_device(toy, device):
 
 
 def test_help_shows_the_defaults():
-    done = run("--help")
+    command = [sys.executable, "01_toy_gaussian_mixture.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert "--lam" in done.stdout and "(default: 1.5)" in done.stdout
 
@@ -164,10 +159,12 @@ def test_help_shows_the_defaults():
         (["--out", "README.md/folder"], "cannot write there"),
     ],
 )
-def test_bad_flags_are_one_line(arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1
+def test_bad_flags_are_one_line(toy, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        toy.main(["--device", "cpu", *arguments])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

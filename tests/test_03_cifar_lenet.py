@@ -281,13 +281,18 @@ def test_averaging_copies_changes_nothing(lenet):
 # ---- the script ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_all_columns(lenet, tmp_path, dataset):
+def test_hundred_classes(lenet, tmp_path):
+    metrics = lenet.main([*TINY, "--dataset", "cifar100", "--out", str(tmp_path)])
+    assert "CIFAR-100" in metrics["title"] and metrics["settings"]["dataset"] == "cifar100"
+    assert (tmp_path / "cifar100_d" / "distillation.png").exists()
+
+
+def test_all_columns(lenet, tmp_path):
     small = ["--fake-data", "--device", "cpu", "--steps", "6", "--images", "8", "--tested", "10"]
-    small += ["--averaged", "30", "--validate-every", "3", "--dataset", dataset]
+    small += ["--averaged", "30", "--validate-every", "3"]
     lenet.main([*small, "--column", "all", "--out", str(tmp_path)])
     for column in "abcd":
-        folder = tmp_path / f"{dataset}_{column}"
+        folder = tmp_path / f"cifar10_{column}"
         metrics = json.loads((folder / "metrics.json").read_text())
         for name in ("command", "seed", "commit", "hardware", "torch", "seconds", "images_seen"):
             assert name in metrics
