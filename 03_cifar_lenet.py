@@ -8,8 +8,8 @@ the columns of the table: (a) one network by SGD, (b) ten networks from a chain 
 hypernetwork without a diversity term, (d) with it. The weights of many samples, averaged, make one
 network again.
 
-    python 03_cifar_lenet.py --column d              # documented run: HOURS on two cores
-    python 03_cifar_lenet.py --column all --quick    # all four columns, a few minutes
+    python 03_cifar_lenet.py --column d              # hours on two cores; not yet run to its end
+    python 03_cifar_lenet.py --column all --quick    # all four columns, small, in minutes
     python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_?
 """
 

@@ -859,9 +859,8 @@ def main(argv: list[str] | None = None) -> dict:
     calibration = data["train"][0][: args.calibration]
     moments = recalibrate(theta, calibration)
     few = [part[: args.calibration] for part in data["val"]]
-    metrics["validated"] = evaluate(
-        theta, moments, *few
-    )  # for choices; the test set is for the end
+    # For choices; the test set is for the end.
+    metrics["validated"] = evaluate(theta, moments, *few)
     metrics["tested"] = tested = evaluate(theta, moments, *data["test"])
     print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
     if tested["networks"] >= 10:
