@@ -618,11 +618,11 @@ def plot_comparison(runs: list[dict]) -> Figure:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     bars, curves = figure.subplots(1, 2)
     for i, (name, label) in enumerate(dict(single="one", ten_majority="majority of ten").items()):
-        values = [100 * run["tested"][name] for run in runs]
-        places = [k + 0.4 * i for k in range(len(runs))]
+        shown = [(k, run) for k, run in enumerate(runs) if i == 0 or run["tested"]["networks"] > 1]
+        places, values = zip(*((k + 0.4 * i, 100 * run["tested"][name]) for k, run in shown))
         bars.bar_label(bars.bar(places, values, 0.4, label=label), fmt="%.1f", fontsize=8)
-    low = min(run["tested"]["single"] for run in runs)
-    bars.set(ylim=(100 * low - 8, None), ylabel="test accuracy (%)")
+    everything = [100 * run["tested"][k] for run in runs for k in ("single", "ten_majority")]
+    bars.set(ylim=(min(everything) - 8, max(everything) + 4), ylabel="test accuracy (%)")
     bars.set_xticks([k + 0.2 for k in range(len(runs))], [run["title"] for run in runs], fontsize=8)
     bars.tick_params("x", rotation=20)
     bars.legend(loc="upper left")
@@ -633,7 +633,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
         millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
-    curves.set(ylabel="validation accuracy (%); (c, d): of a majority of ten")
+    curves.set(ylabel="validation accuracy (%)", title="of one network (a, b) or a majority (c, d)")
     curves.legend(fontsize=8)
     return figure
 
