@@ -5,7 +5,8 @@
 Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
 LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
 network: moments of its batch in training, and one pass over the training set to give a generated
-(or averaged) network its own. Columns (a) to (d) as in 03. At the paper's scale, not run here:
+(or averaged) network its own. Columns (a) to (d) as in 03, whose --compare reads these runs too. At
+the paper's scale, not run here:
 
     python 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
     torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 5 --images 512 --steps 60000 --amp
@@ -97,7 +98,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs") / NAME, help="a run has its folder in this one")
     add("--resume", action="store_true", help="go on with the run in its folder")
     add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
-    add("--compare", type=Path, nargs="+", metavar="RUN", help="a table of finished runs")
     add("--validate-every", type=count, help="steps between two validations; 1000 or 200")
     add("--tested", type=count, default=20, help="networks to test, in ensembles of ten and as one")
     add("--calibration", type=count, help="images for moments; all on CUDA, 5000 on the CPU")
@@ -141,12 +141,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--tested must be at least 10, the size of the paper's ensembles")
     if args.checkpoint and not args.checkpoint.is_file():
         parser.error(f"--checkpoint {args.checkpoint}: no such file")
-    for folder in args.compare or ():
-        if not (folder / "metrics.json").exists():
-            parser.error(f"--compare {folder}: no metrics.json there; has that run finished?")
-    if args.compare or args.column == "all":
-        args.folder = args.out / "compare"
-    elif args.checkpoint:
+    if args.checkpoint:
         args.folder = args.out / "evaluation"
     else:
         suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
@@ -733,52 +728,6 @@ def plot_distillation(runs: list[dict]) -> Figure:
     return figure
 
 
-def plot_comparison(runs: list[dict]) -> Figure:
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
-    for i, (name, label) in enumerate(dict(single="one", ten_majority="majority of ten").items()):
-        shown = [(k, run) for k, run in enumerate(runs) if i == 0 or run["tested"]["networks"] > 1]
-        places, values = zip(*((k + 0.4 * i, 100 * run["tested"][name]) for k, run in shown))
-        bars.bar_label(bars.bar(places, values, 0.4, label=label), fmt="%.1f", fontsize=8)
-    everything = [100 * run["tested"][k] for run in runs for k in ("single", "ten_majority")]
-    bars.set(ylim=(min(everything) - 8, max(everything) + 4), ylabel="test accuracy (%)")
-    bars.set_xticks([k + 0.2 for k in range(len(runs))], [run["title"] for run in runs], fontsize=8)
-    bars.tick_params("x", rotation=20)
-    bars.legend(loc="upper left")
-    for run in runs:
-        rows = run.get("log")
-        if not rows:  # evaluated without training
-            continue
-        millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
-        curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
-    curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
-    curves.set(ylabel="validation accuracy (%)", title="of one network (a, b) or a majority (c, d)")
-    curves.legend(fontsize=8)
-    return figure
-
-
-def compare(folders: list[Path], out: Path) -> dict:
-    """A table and a figure of finished runs."""
-    runs = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
-    names = ["single", "ten_majority", "all_majority", "disagreement", "single_nll", "ten_nll"]
-    names += ["single_calibration_error", "ten_calibration_error"]
-    rows = []
-    for run in runs:
-        row = dict(title=run["title"]) | {name: run["tested"][name] for name in names}
-        row["networks"] = run["tested"]["networks"]
-        row["averaged"] = run["distilled"]["accuracy"][-1] if "distilled" in run else None
-        rows.append(row | {name: run.get(name) for name in ("images_seen", "training_seconds")})
-    for name in rows[0]:
-        cells = (f"{v:.4f}" if isinstance(v := row[name], float) else str(v) for row in rows)
-        print(f"{name:26s}", *(f"{cell:>22s}" for cell in cells))
-    (out / "compare.json").write_text(json.dumps(rows, indent=1))
-    plot_comparison(runs).savefig(out / "compare.png", dpi=150)
-    distilled = [run for run in runs if "distilled" in run]
-    if distilled:
-        plot_distillation(distilled).savefig(out / "compare_distillation.png", dpi=150)
-    return dict(rows=rows)
-
-
 # ---- Main ----------------------------------------------------------------------------------------
 
 
@@ -815,14 +764,12 @@ def peak_memory() -> int:
 def main(argv: list[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    if args.compare:
-        return compare(args.compare, args.folder)
     if args.column == "all":
         columns = [[*argv, "--column", column] for column in COLUMNS]
-        folders = [parse_args(column).folder for column in columns]  # a wrong flag stops here
-        for column in columns:
-            main(column)
-        return compare(folders, args.folder) if args.rank == 0 else {}
+        folders = [str(parse_args(column).folder) for column in columns]  # a wrong flag stops here
+        results = {name: main(column) for name, column in zip(COLUMNS, columns)}
+        print("side by side: python 03_cifar_lenet.py --compare", *folders)
+        return results
     if args.ranks > 1 and not dist.is_initialized():
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

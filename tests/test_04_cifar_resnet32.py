@@ -338,7 +338,7 @@ def test_averaged_network(small):
     assert result["numbers"] == [1, 2, 5, 10] and len(set(result["accuracy"])) == 1
 
 
-def test_all_columns(small, tmp_path):
+def test_all_columns(small, lenet, tmp_path):
     columns = ["--fake-data", "--device", "cpu", "--steps", "4", "--images", "4", "--tested", "10"]
     columns += ["--averaged", "12", "--validate-every", "2", "--calibration", "20"]
     small.main([*columns, "--column", "all", "--out", str(tmp_path)])
@@ -351,6 +351,9 @@ def test_all_columns(small, tmp_path):
         assert (folder / "training.png").stat().st_size > 1000
         assert (folder / "distillation.png").exists() == (column in "cd")
         assert metrics["tested"]["networks"] == dict(a=1, b=4, c=10, d=10)[column]
+    folders = [str(tmp_path / f"cifar10_{column}") for column in "abcd"]
+    rows = lenet.main(["--compare", *folders, "--out", str(tmp_path)])["rows"]
+    assert rows[3]["single"] == metrics["tested"]["single"]
     assert (tmp_path / "compare" / "compare.png").stat().st_size > 1000
     again = small.main(
         [*columns, "--checkpoint", str(folder / "model.pt"), "--out", str(tmp_path / "again")]
@@ -411,7 +414,6 @@ def test_resume_is_bit_identical(small, tmp_path, monkeypatch):
         (["--shared", "65"], "cannot exceed --images-per-forward"),
         (["--networks", "1"], "at least 2"),
         (["--out", "README.md/folder"], "cannot write there"),
-        (["--compare", "nowhere"], "no metrics.json"),
     ],
 )
 def test_bad_flags_are_one_line(resnet, capsys, arguments, message):
