@@ -928,23 +928,27 @@ class MNFGLayer(nn.Module):
             nn.Parameter(torch.randn(d) * (4 / d) ** 0.5) for _ in range(3)
         )
 
-    def forward(self, noise_z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise (N, d) and (N, F, K + 1) -> filters (N, F, K + 1), and the bound (N,) on the KL
-        divergence of the weights from the prior N(0, 1)."""
-        z, log_det = self.flow(self.start_mean + (self.start_log_var / 2).exp() * noise_z)
-        z_weight = z[:, :, None] if self.conv else z[:, None, :]  # scales filters, or inputs
-        mean = z_weight * self.mean  # (N, F, K)
-        bias_mean = z * self.bias_mean if self.conv else self.bias_mean.expand(len(z), -1)
-        std, bias_std = self.log_std.exp(), (self.bias_log_var / 2).exp()
-        # As its authors: deviations of at most 0.5 in the network, unlimited in the KL divergence.
-        weight = mean + std.clamp(max=0.5) * noise[..., :-1]
-        bias = bias_mean + bias_std.clamp(max=0.5) * noise[..., -1]
+    def means(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        if self.conv:  # z scales filters, and their biases
+            return z[:, :, None] * self.mean, z * self.bias_mean  # (N, F, K), (N, F)
+        return z[:, None, :] * self.mean, self.bias_mean.expand(len(z), -1)
 
+    def forward(self, noise_z: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Noise (N, d) and (N, F, K + 1) -> filters (N, F, K + 1), their z and its log |det|."""
+        z, log_det = self.flow(self.start_mean + (self.start_log_var / 2).exp() * noise_z)
+        mean, bias_mean = self.means(z)
+        # As its authors: deviations of at most 0.5 in the network, unlimited in the KL divergence.
+        weight = mean + self.log_std.exp().clamp(max=0.5) * noise[..., :-1]
+        bias = bias_mean + (self.bias_log_var / 2).exp().clamp(max=0.5) * noise[..., -1]
+        return torch.cat([weight, bias[..., None]], dim=-1), z, log_det
+
+    def bound(self, filters: Tensor, z: Tensor, log_det: Tensor) -> Tensor:
+        """The bound (N,) on the KL divergence of the weights from the prior N(0, 1)."""
+        mean, bias_mean = self.means(z)
         divergence = gaussian_divergence(mean, 2 * self.log_std).sum(dim=(1, 2))
         divergence = divergence + gaussian_divergence(bias_mean, self.bias_log_var).sum(dim=1)
         log_q = -0.5 * (math.log(2 * math.pi) + self.start_log_var + 1).sum() - log_det
-        bound = divergence + log_q - self.log_r(z, weight, bias)
-        return torch.cat([weight, bias[..., None]], dim=-1), bound
+        return divergence + log_q - self.log_r(z, filters[..., :-1], filters[..., -1])
 
     def log_r(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """log r(z | W) (N,), which stands in for the unknown log q(z | W)."""
@@ -989,18 +993,18 @@ class MNFG(nn.Module):
         device = self.layers[0].mean.device
         return torch.randn(n, self.noise_size, device=device, generator=generator)
 
-    def weights_and_bound(self, noise: Tensor) -> tuple[list[Tensor], Tensor]:
+    def layers_drawn(self, noise: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         parts = noise.split(self.sizes, dim=1)
         noise_w = [part.unflatten(1, shape) for part, shape in zip(parts[4:], SHAPES)]
-        theta, bounds = zip(*(layer(*e) for layer, *e in zip(self.layers, parts[:4], noise_w)))
-        return list(theta), sum(bounds)
+        return [layer(*e) for layer, *e in zip(self.layers, parts[:4], noise_w)]
 
     def forward(self, noise: Tensor) -> list[Tensor]:
-        return fix_gauge(self.weights_and_bound(noise)[0])
+        return fix_gauge([filters for filters, _, _ in self.layers_drawn(noise)])
 
     def draw(self, n: int) -> tuple[list[Tensor], Tensor]:
-        theta, bound = self.weights_and_bound(self.noise(n))
-        return theta, -bound.mean()
+        drawn = self.layers_drawn(self.noise(n))
+        bound = sum(layer.bound(*one) for layer, one in zip(self.layers, drawn))
+        return [filters for filters, _, _ in drawn], -bound.mean()
 
 
 # ---- Main ----------------------------------------------------------------------------------------
