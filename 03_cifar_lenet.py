@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--networks", type=count, help="samples of z in a step; 10")
     add("--images", type=count, help="images per network in a step; 128 (a, b) or 512 (c, d)")
     add("--shared", type=count, help="of these, images that all networks see; an eighth")
-    add("--crop", type=int, default=4, help="pixels that training images move at most")
+    add("--crop", type=int, default=2, help="pixels that training images move at most")
     add("--seed", type=int, default=0, help="random seed")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
