@@ -36,6 +36,7 @@ from common import conv2d, each_network, fix_gauge, knn_entropy, linear, max_poo
 NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
 DIVERSITIES = ["outputs", "weights", "variance", "ensemble", "none"]
+STARTS = ["copies", "random", "trained"]
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of networks, figures
 # What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
@@ -75,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add("--start", choices=["copies", "random"], default="copies", help="of the hypernetwork")
+    add("--start", choices=STARTS, default="copies", help="of the hypernetwork; trained: at (a)'s")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -111,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--diversity none is --column c")
     args.diversity = args.diversity if args.column == "d" else "none"
     if args.column in ("a", "b"):
-        args.lam = 1.0  # there is nothing to weigh accuracy against
+        args.lam, args.start = 1.0, "copies"  # there is no diversity, and no hypernetwork
         if args.networks > 1:
             parser.error(f"--networks: column {args.column} trains one network")
     elif args.diversity != "none" and args.networks < 2:
@@ -139,7 +140,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.folder = args.out / "evaluation"
     else:
         suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
-        suffix += "_random" if args.start == "random" else ""
+        suffix += "" if args.start == "copies" else f"_{args.start}"
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -271,6 +272,7 @@ class Hypernetwork(nn.Module):
     start "random": 5,763,200 parameters. Any two z start as unrelated networks.
     start "copies": 1,152 more. The identity of a filter is a random bias of its code, which depends
     on z only weakly at first: all networks begin as near-copies of one, and then spread.
+    start "trained": as "copies", then `start_at` a network that SGD has trained.
     """
 
     noise_size = 100
@@ -285,10 +287,24 @@ class Hypernetwork(nn.Module):
             mlp(self.code_size, 400, 400, f * k // codes)
             for (f, k), codes in zip(self.shapes, self.codes)
         )
-        if start == "copies":
+        if start != "random":
             last = self.extractor[-1]
             last.bias = nn.Parameter(torch.randn(last.out_features))
             nn.init.normal_(last.weight, std=0.2 * last.in_features**-0.5)
+
+    @torch.no_grad()
+    def start_at(self, theta: list[Tensor]) -> None:
+        """Make near-copies of this network: the least change of the generators' last layers for
+        which the codes of z = 0 give its filters. A layer has fewer codes (at most 120) than its
+        generator has features (400), so that there is an exact one."""
+        last = self.extractor[-1]
+        last.weight *= 0.25  # its filters are in tune with each other: smaller differences
+        codes = last.bias.unflatten(0, (-1, self.code_size)).split(self.codes)
+        for generator, code, filters, (_, k) in zip(self.generators, codes, theta, self.shapes):
+            features = generator[:-1](code).double()  # (codes, 400)
+            wanted = (filters.flatten() / (2 / (k - 1)) ** 0.5).view(len(code), -1).double()
+            missing = wanted - features @ generator[-1].weight.T.double()
+            generator[-1].weight += (torch.linalg.pinv(features) @ missing).T.float()
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.extractor[0].weight.device
@@ -358,7 +374,15 @@ SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networ
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
     torch.manual_seed(args.seed)
-    model = make_model(settings(args)).to(args.device)
+    model, before = make_model(settings(args)), 0
+    if args.start == "trained":
+        trained = args.out / f"{args.dataset}_a" / "model.pt"
+        if not trained.is_file():
+            sys.exit(f"--start trained: no {trained}; train it with --column a first")
+        network, theirs = load(trained)
+        model.start_at(network(None))
+        before = theirs["steps"] * theirs["images"]
+    model = model.to(args.device)
     if args.column in "ab":
         sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
@@ -422,7 +446,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
     model.load_state_dict(halves)
     spent = dict(training_seconds=round(seconds, 1))
-    spent["images_seen"] = args.steps * args.networks * args.images
+    spent["images_seen"] = args.steps * args.networks * args.images + before
     return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
 
 
@@ -681,7 +705,7 @@ def provenance(argv: list[str], args: argparse.Namespace) -> dict:
 def title(used: dict) -> str:
     words = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) ")[used["column"]]
     words += used["diversity"] if used["column"] == "d" else ""
-    words += ", random start" if used["start"] == "random" else ""
+    words += "" if used["start"] == "copies" else f", {used['start']} start"
     words += ", CIFAR-100" if used["dataset"] == "cifar100" else ""
     return words + (", MADE-UP DATA" if used["fake_data"] else "")
 
