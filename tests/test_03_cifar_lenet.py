@@ -80,6 +80,31 @@ def test_starts(lenet):
         assert low < likeness < high
 
 
+@pytest.mark.parametrize("classes", [10, 100])
+def test_starts_at_a_given_network(lenet, classes):
+    """z = 0 gives its weights, to float32's rounding of sums of 400 terms; other z give others."""
+    torch.manual_seed(0)
+    network = lenet.OneNetwork(classes)
+    hypernet = lenet.Hypernetwork(classes, "trained")
+    hypernet.start_at(network(None))
+    with torch.no_grad():
+        for made, given in zip(hypernet(torch.zeros(1, 100)), network(None)):
+            torch.testing.assert_close(made, given, rtol=0, atol=1e-4)
+        others = lenet.flat(draw(hypernet, 20)) - lenet.flat(network(None))
+    share = others.square().sum(dim=1) / lenet.flat(network(None)).square().sum()
+    assert ((share > 1e-3) & (share < 0.1)).all()
+
+
+def test_trained_start_needs_column_a(lenet, tmp_path):
+    begun = arguments(lenet, tmp_path, "--start", "trained")
+    data = lenet.load_data(begun)
+    with pytest.raises(SystemExit, match="train it with --column a"):
+        lenet.train(begun, data)
+    lenet.train(lenet.parse_args([*ONE, "--column", "a", "--out", str(tmp_path)]), data)
+    spent = lenet.train(begun, data)[-1]
+    assert spent["images_seen"] == 6 * 3 * 8 + 6 * 8  # its own, and those of column (a)
+
+
 def test_a_filter_comes_from_its_own_code(lenet):
     torch.manual_seed(0)
     hypernet = lenet.Hypernetwork()
