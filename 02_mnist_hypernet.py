@@ -833,9 +833,11 @@ def compare(folders: list[Path], out: Path, device: str) -> dict:
     """A table and four figures of finished runs side by side."""
     runs, rows, scores = [], [], []
     for folder in folders:
-        run, model = json.loads((folder / "metrics.json").read_text()), load(folder / "hypernet.pt")
+        run = json.loads((folder / "metrics.json").read_text())
+        model = load(folder / "hypernet.pt", device)
+        sample(model, 1000)  # the first call is slow
         start = time.perf_counter()
-        theta = flat(sample(model.to(device), 1000, torch.Generator(device).manual_seed(8))).cpu()
+        theta = flat(sample(model, 1000, torch.Generator(device).manual_seed(8))).cpu()
         rate = 1000 / (time.perf_counter() - start)
         runs.append(run)
         scores.append(pca(theta))

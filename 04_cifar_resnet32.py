@@ -42,7 +42,7 @@ LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 1000, 10000]  # of networks, in the figure of distillation
 # What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
 SGD = dict(steps=15600, lr=0.05, lam=1.0, networks=1, images=64, validate_every=1000)
-HYPERNET = dict(steps=1950, lr=1e-3, lam=1e3, networks=4, images=128, validate_every=200)
+HYPERNET = dict(steps=1950, lr=1e-3, lam=5e3, networks=4, images=128, validate_every=200)
 COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.02), c=HYPERNET, d=HYPERNET)
 QUICK = dict(steps=20, images=16, validate_every=10, tested=10, averaged=20, calibration=200)
 
@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=count, help="training steps; 15600 (a, b) or 1950 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
-    add("--lam", type=positive, help="weight of accuracy; 1e3")
+    add("--lam", type=positive, help="weight of accuracy; 5e3")
     add(
         "--ramp", type=float, default=0.5, help="share of steps in which diversity gains its weight"
     )
@@ -479,13 +479,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     crops = all_crops(torch.cat([x, x.flip(-1)]), args.crop)  # mirror images are images too
     y = y.repeat(2)
     start = time.perf_counter() - seconds
-    bar = tqdm(
-        range(first, args.steps),
-        initial=first,
-        total=args.steps,
-        mininterval=2,
-        disable=args.rank > 0,
-    )
+    quiet = dict(disable=True) if args.rank > 0 else {}
+    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2, **quiet)
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)

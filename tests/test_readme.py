@@ -1,7 +1,9 @@
+import importlib
 import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +39,30 @@ def test_links_and_pictures_exist():
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
+
+
+COMMANDS = re.findall(r"(0[1-4]_\w+)\.py((?: [^`\n|)]+)?)`", README)
+
+
+@pytest.mark.parametrize("script, flags", COMMANDS, ids=lambda text: text.strip() or "none")
+def test_commands_are_understood(script, flags, tmp_path, monkeypatch):
+    """Every command of the README, run as far as reading its flags."""
+    monkeypatch.chdir(tmp_path)  # they make folders
+    for run in re.findall("runs/[^ ]+", flags):  # made by the commands before
+        (tmp_path / run).mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.json", "hypernet.pt"):
+            (tmp_path / run / name).touch()
+    importlib.import_module(script).parse_args(flags.split())
+
+
+def test_there_are_commands_of_every_script():
+    assert {script for script, _ in COMMANDS} == {path.stem for path in ROOT.glob("0*.py")}
+
+
+def test_lengths_of_scripts():
+    for path in ROOT.glob("0*.py"):
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| [{path.name}]")]
+        assert f"| {len(path.read_text().splitlines())} |" in row
 
 
 def test_headline_numbers_are_the_documented_runs():
