@@ -8,9 +8,10 @@ the columns of the table: (a) one network by SGD, (b) ten networks from a chain 
 hypernetwork without a diversity term, (d) with it. The weights of many samples, averaged, make one
 network again.
 
-    python 03_cifar_lenet.py --column d              # hours on two cores; not yet run to its end
+    python 03_cifar_lenet.py --column a              # 20 minutes on one core: 77 %
+    python 03_cifar_lenet.py --column d --start trained --networks 4 --images 64 --lr 1e-4 --lam 300
     python 03_cifar_lenet.py --column all --quick    # all four columns, small, in minutes
-    python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_?
+    python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_*
 """
 
 import argparse
