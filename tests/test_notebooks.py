@@ -23,7 +23,7 @@ SMALL = {
 
 def test_one_notebook_per_script():
     scripts = {path.stem for path in ROOT.glob("0*.py")}
-    assert {path.stem for path in NOTEBOOKS} <= scripts
+    assert {path.stem for path in NOTEBOOKS} == scripts
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
