@@ -1,6 +1,11 @@
 import importlib
+import os
 
 import pytest
+
+# Some virtual machines announce AMX but do not run it, and bfloat16 would end in a crash. Read once,
+# when torch is imported.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 @pytest.fixture(scope="session")
