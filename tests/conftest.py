@@ -3,8 +3,7 @@ import os
 
 import pytest
 
-# Some virtual machines announce AMX but do not run it, and bfloat16 would end in a crash. Read once,
-# when torch is imported.
+# Some virtual machines announce AMX but do not run it: bfloat16 would crash. Torch reads this once.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
