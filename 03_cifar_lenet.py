@@ -648,14 +648,20 @@ def plot_comparison(runs: list[dict]) -> Figure:
         bars.bar_label(bars.bar(places, values, 0.4, label=label), fmt="%.1f", fontsize=8)
     everything = [100 * run["tested"][k] for run in runs for k in ("single", "ten_majority")]
     bars.set(ylim=(min(everything) - 8, max(everything) + 4), ylabel="test accuracy (%)")
-    bars.set_xticks([k + 0.2 for k in range(len(runs))], [run["title"] for run in runs], fontsize=8)
-    bars.tick_params("x", rotation=20)
+    names = [run["title"].replace(", ", "\n") for run in runs]
+    bars.set_xticks([k + 0.2 for k in range(len(runs))], names, fontsize=8)
     bars.legend(loc="upper left")
     for run in runs:
         rows = run.get("log")
         if not rows:  # evaluated without training
             continue
-        millions = [run["images_seen"] / 1e6 * row["step"] / rows[-1]["step"] for row in rows]
+        own = (
+            run["settings"]["networks"]
+            * run["settings"]["images"]
+            * run["settings"].get("ranks", 1)
+        )
+        before = run["images_seen"] - own * rows[-1]["step"]  # by the network that it started at
+        millions = [(before + own * row["step"]) / 1e6 for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
     curves.set(ylabel="validation accuracy (%)", title="of one network (a, b) or a majority (c, d)")
@@ -666,6 +672,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
 def compare(folders: list[Path], out: Path) -> dict:
     """A table and a figure of finished runs."""
     runs = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
+    runs = [run | dict(title=title(run["settings"])) for run in runs]
     names = ["single", "ten_majority", "all_majority", "disagreement", "single_nll", "ten_nll"]
     names += ["single_calibration_error", "ten_calibration_error"]
     rows = []
@@ -705,7 +712,7 @@ def provenance(argv: list[str], args: argparse.Namespace) -> dict:
 
 def title(used: dict) -> str:
     words = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) ")[used["column"]]
-    words += used["diversity"] if used["column"] == "d" else ""
+    words += f"{used['diversity']}, lam = {used['lam']:g}" if used["column"] == "d" else ""
     words += "" if used["start"] == "copies" else f", {used['start']} start"
     words += ", CIFAR-100" if used["dataset"] == "cifar100" else ""
     return words + (", MADE-UP DATA" if used["fake_data"] else "")
