@@ -42,7 +42,7 @@ LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 1000, 10000]  # of networks, in the figure of distillation
 # What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
 SGD = dict(steps=15600, lr=0.05, lam=1.0, networks=1, images=64, validate_every=1000)
-HYPERNET = dict(steps=1950, lr=1e-3, lam=5e3, networks=4, images=128, validate_every=200)
+HYPERNET = dict(steps=3900, lr=1e-4, lam=5e3, networks=4, images=64, validate_every=500)
 COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.02), c=HYPERNET, d=HYPERNET)
 QUICK = dict(steps=20, images=16, validate_every=10, tested=10, averaged=20, calibration=200)
 
@@ -78,15 +78,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=["outputs", "ensemble", "none"], default="outputs", help="of d")
     add("--start", choices=["copies", "random"], default="copies", help="of the hypernetwork")
-    add("--steps", type=count, help="training steps; 15600 (a, b) or 1950 (c, d)")
-    add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-3 (c, d)")
+    add("--steps", type=count, help="training steps; 15600 (a, b) or 3900 (c, d)")
+    add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-4 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 5e3")
     add(
         "--ramp", type=float, default=0.5, help="share of steps in which diversity gains its weight"
     )
     add("--networks", type=count, help="samples of z in a step; 4")
-    add("--images", type=count, help="images per network in a step; 64 (a, b) or 128 (c, d)")
+    add("--images", type=count, help="images per network in a step; 64")
     add("--shared", type=count, help="images that all networks see; a quarter of the next")
     add("--images-per-forward", type=count, default=64, help="bounds memory; batch norm sees these")
     add("--amp", action="store_true", help="target networks in bfloat16")
@@ -98,7 +98,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("runs") / NAME, help="a run has its folder in this one")
     add("--resume", action="store_true", help="go on with the run in its folder")
     add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
-    add("--validate-every", type=count, help="steps between two validations; 1000 or 200")
+    add("--validate-every", type=count, help="steps between two validations; 1000 or 500")
     add("--tested", type=count, default=20, help="networks to test, in ensembles of ten and as one")
     add("--calibration", type=count, help="images for moments; all on CUDA, 5000 on the CPU")
     add("--averaged", type=count, default=10000, help="networks averaged into one")

@@ -131,7 +131,7 @@ def conv2d(
         shifts = shift.unbind() if bias else [None] * n
         return _stack(
             _conv2d_one(image, w, b, stride, padding)
-            for image, w, b in zip(x.unbind(), weight.unbind(), shifts)
+            for image, w, b in zip(_unstack(x), weight.unbind(), shifts)
         )
     shift = shift.flatten() if bias else None
     return _apart(
@@ -163,7 +163,7 @@ def batch_norm(
         moments = [(None, None)] * n if own else zip(mean.unbind(), var.unbind())
         return _stack(
             F.batch_norm(_channels_last(image), m, v, g, b, training=own)
-            for image, (m, v), g, b in zip(x.unbind(), moments, gamma.unbind(), beta.unbind())
+            for image, (m, v), g, b in zip(_unstack(x), moments, gamma.unbind(), beta.unbind())
         )
     mean, var = (None, None) if own else (mean.flatten(), var.flatten())
     x = _side_by_side(x)
@@ -199,6 +199,11 @@ def _stack(images) -> Tensor:
     images = [_channels_last(image).permute(0, 2, 3, 1) for image in images]
     stacked = torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
     return stacked.permute(0, 1, 4, 2, 3)
+
+
+def _unstack(x: Tensor) -> tuple[Tensor, ...]:
+    """unbind(), without the copy of the gradient for N = 1."""
+    return x.unbind() if len(x) > 1 else (x.squeeze(0),)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
