@@ -84,7 +84,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 1e3")
     add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
-    add("--networks", type=count, help="samples of z in a step; 10")
+    add("--networks", type=count, help="samples of z in a step; 10. Of b: independent chains; 1")
     add("--images", type=count, help="images per network in a step; 128 (a, b) or 512 (c, d)")
     add("--shared", type=count, help="of these, images that all networks see; an eighth")
     add("--crop", type=int, default=2, help="pixels that training images move at most")
@@ -114,9 +114,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--diversity none is --column c")
     args.diversity = args.diversity if args.column == "d" else "none"
     if args.column in ("a", "b"):
-        args.lam, args.start = 1.0, "copies"  # there is no diversity, and no hypernetwork
-        if args.networks > 1:
-            parser.error(f"--networks: column {args.column} trains one network")
+        args.start = "copies"  # there is no hypernetwork
+        args.lam = float(args.networks)  # nor diversity: the sum of the networks' losses
+        if args.networks > 1 and (args.column == "a" or 10 % args.networks):
+            parser.error("--networks: column a trains one network, column b a divisor of ten")
     elif args.diversity != "none" and args.networks < 2:
         parser.error("--networks must be at least 2: diversity needs a nearest other network")
     if args.diversity not in ("outputs", "ensemble"):
@@ -143,6 +144,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     else:
         suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
         suffix += "" if args.start == "copies" else f"_{args.start}"
+        suffix += f"_{args.networks}_chains" if args.column == "b" and args.networks > 1 else ""
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -237,13 +239,13 @@ def flat(theta: list[Tensor]) -> Tensor:
     return torch.cat([filters.flatten(1) for filters in theta], dim=1)  # (N, D)
 
 
-class OneNetwork(nn.Module):
-    """The target network alone, for SGD: columns (a) and (b)."""
+class FreeNetworks(nn.Module):
+    """Target networks with weights of their own, for SGD: columns (a) and (b)."""
 
-    def __init__(self, classes: int):
+    def __init__(self, classes: int, number: int = 1):
         super().__init__()
         self.theta = nn.ParameterList(
-            torch.randn(1, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes(classes)
+            torch.randn(number, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes(classes)
         )
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> None:
@@ -363,11 +365,11 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
 
 
-def in_chain(steps: int, done: int) -> bool:
-    """Is the network after `done` steps one of the ten of column (b)? They come from the second
-    half of the chain, equally far apart, the last step among them."""
-    gap = max(1, steps // 20)
-    return (steps - done) % gap == 0 and (steps - done) // gap < 10
+def in_chain(steps: int, done: int, number: int = 10) -> bool:
+    """Is the network after `done` steps one of the `number` that column (b) takes from a chain?
+    They come from its second half, equally far apart, the last step among them."""
+    gap = max(1, steps // (2 * number))
+    return (steps - done) % gap == 0 and (steps - done) // gap < number
 
 
 SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
@@ -423,7 +425,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
 
         done = step + 1
         validating = done % args.validate_every == 0 or done == args.steps
-        if args.column == "b" and in_chain(args.steps, done):
+        if args.column == "b" and in_chain(args.steps, done, 10 // args.networks):
             chain.append([filters.detach().clone() for filters in model(None)])
         if done % LOG_EVERY == 0 or validating:
             row = dict(loss=loss, loss_acc=loss_acc, diversity=diversity, acc=acc)
@@ -455,7 +457,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
 def make_model(settings: dict) -> nn.Module:
     classes = CLASSES[settings["dataset"]]
     if settings["column"] in "ab":
-        return OneNetwork(classes)
+        return FreeNetworks(classes, settings["networks"])
     return Hypernetwork(classes, settings["start"])
 
 
@@ -571,7 +573,7 @@ def evaluate(theta: list[Tensor], x: Tensor, y: Tensor) -> dict:
 
 @torch.no_grad()
 def validate(model: nn.Module, x: Tensor, y: Tensor) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or the one of SGD."""
+    """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
     z = model.noise(10, torch.Generator(x.device).manual_seed(1))
     tested = evaluate(model(z), x, y)
     return dict(
@@ -710,6 +712,7 @@ def provenance(argv: list[str], args: argparse.Namespace) -> dict:
 
 def title(used: dict) -> str:
     words = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) ")[used["column"]]
+    words += "s" if used["column"] == "b" and used["networks"] > 1 else ""
     words += f"{used['diversity']}, lam = {used['lam']:g}" if used["column"] == "d" else ""
     words += "" if used["start"] == "copies" else f", {used['start']} start"
     words += ", CIFAR-100" if used["dataset"] == "cifar100" else ""
@@ -730,8 +733,8 @@ def main(argv: list[str] | None = None) -> dict:
     metrics = provenance(argv, args)
     if args.checkpoint:
         model, used = load(args.checkpoint, args.device)
-        if isinstance(model, OneNetwork):
-            sys.exit(f"{args.checkpoint} holds one network: there is no hypernetwork to sample")
+        if isinstance(model, FreeNetworks):
+            sys.exit(f"{args.checkpoint} is of column a or b: there is no hypernetwork to sample")
         args.dataset, args.fake_data = used["dataset"], used["fake_data"]
         data, chain = load_data(args), []
     else:

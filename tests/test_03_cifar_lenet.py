@@ -36,7 +36,7 @@ def test_counts_of_the_paper(lenet):
     assert parameters(hypernet) == 5763200
     assert parameters(lenet.Hypernetwork(10)) == 5763200 + 1152
     assert parameters(lenet.Hypernetwork(100, "random").generators[-1]) == 3563200
-    assert parameters(lenet.OneNetwork(10)) == 62006
+    assert parameters(lenet.FreeNetworks(10)) == 62006
 
 
 @pytest.mark.parametrize("classes", [10, 100])
@@ -84,7 +84,7 @@ def test_starts(lenet):
 def test_starts_at_a_given_network(lenet, classes):
     """z = 0 gives its weights, to float32's rounding of sums of 400 terms; other z give others."""
     torch.manual_seed(0)
-    network = lenet.OneNetwork(classes)
+    network = lenet.FreeNetworks(classes)
     hypernet = lenet.Hypernetwork(classes, "trained")
     hypernet.start_at(network(None))
     with torch.no_grad():
@@ -230,6 +230,34 @@ def test_the_chain_holds_the_networks_of_its_steps(lenet, tmp_path):
     for last, now in zip(chain, model(None)):
         torch.testing.assert_close(last[9:], now, rtol=1e-3, atol=1e-4)  # kept in half precision
         assert len({tuple(network.flatten().tolist()) for network in last}) == 10
+
+
+def test_chains_are_independent(lenet, tmp_path, monkeypatch):
+    """Two chains at once: ten networks, and each chain moves as it would alone on its images, but
+    for spikes of the gradient, which are cut for both together."""
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", lambda parameters, norm: torch.zeros(()))
+    more = ["--column", "b", "--steps", "5", "--networks", "2", "--images", "64"]
+    args = lenet.parse_args([*ONE, *more, "--out", str(tmp_path)])
+    data = lenet.load_data(args)
+    model, chain, *_ = lenet.train(args, data)
+    assert all(len(layer) == 10 for layer in chain)
+
+    torch.manual_seed(args.seed)
+    start = [layer.detach() for layer in lenet.FreeNetworks(10, 2)(None)]
+    x, y = data["train"]
+    crops, y = lenet.all_crops(torch.cat([x, x.flip(-1)]), args.crop), y.repeat(2)
+    for n in range(2):
+        theta = [layer[n : n + 1].clone().requires_grad_() for layer in start]
+        sgd = torch.optim.SGD(theta, 1.0, 0.9, weight_decay=args.weight_decay, nesterov=True)
+        for step in range(5):
+            images, labels = lenet.draw_batch(crops, y, args, lenet.seeded(args, step))
+            loss = F.cross_entropy(lenet.target_network(images[n : n + 1], theta)[0], labels[n])
+            sgd.param_groups[0]["lr"] = lenet.learning_rate(args, step)
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+        for layer, alone in zip(chain, theta):  # the last two networks are those of the end
+            torch.testing.assert_close(layer[8 + n], alone[0], rtol=1e-3, atol=1e-4)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -473,6 +501,7 @@ def test_no_data_is_one_clear_message(lenet, tmp_path, monkeypatch):
         (["--diversity", "none"], "is --column c"),
         (["--networks", "1"], "at least 2"),
         (["--column", "a", "--networks", "2"], "trains one network"),
+        (["--column", "b", "--networks", "3"], "divisor of ten"),
         (["--images", "4", "--shared", "5"], "cannot exceed --images"),
         (["--tested", "9"], "at least 10"),
         (["--crop", "-1"], "cannot be negative"),

@@ -28,11 +28,11 @@ def test_the_code_draws_ten_networks(monkeypatch):
 
 
 def test_pieces_to_copy():
-    samples = run("knn_entropy")["samples"]
-    assert samples.grad.isfinite().all() and samples.grad.abs().sum() > 0
-    gauged = run("fix_gauge")["gauged"]
-    torch.testing.assert_close(gauged[0].square().mean(dim=-1), torch.ones(1, 8))
-    assert run("import conv2d, linear")["y"].shape == (5, 16, 10)
+    names = run("from common import")
+    grad = names["samples"].grad
+    assert grad.isfinite().all() and grad.abs().sum() > 0
+    torch.testing.assert_close(names["gauged"][0].square().mean(dim=-1), torch.ones(1, 8))
+    assert names["y"].shape == (5, 16, 10)
 
 
 def test_links_and_pictures_exist():
