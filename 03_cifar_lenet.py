@@ -23,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -147,8 +148,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         suffix += f"_{args.networks}_chains" if args.column == "b" and args.networks > 1 else ""
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        (args.folder / "config.json").touch()
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.out):
+            pass
     except OSError as error:
         parser.error(f"--out {args.out}: cannot write there ({error.strerror})")
     return args
@@ -377,6 +379,7 @@ SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networ
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
+    args.folder.mkdir(exist_ok=True)
     torch.manual_seed(args.seed)
     model, before = make_model(settings(args)), 0
     if args.start == "trained":
@@ -384,6 +387,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         if not trained.is_file():
             sys.exit(f"--start trained: no {trained}; train it with --column a first")
         network, theirs = load(trained)
+        if theirs["fake_data"] != args.fake_data:
+            sys.exit(f"--start trained: {trained} and this run do not share their images")
         model.start_at(network(None))
         before = theirs["steps"] * theirs["images"]
     model = model.to(args.device)
@@ -445,7 +450,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             save(content | dict(chain=chain), file)
             write_log(log, args.folder / "log.csv")
-    # In half precision, for half the size; what is tested from now on is what is in the file.
+    # In half precision, for half the size; but for (b), what is tested is what is in the file.
     halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
     save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
     model.load_state_dict(halves)
@@ -576,13 +581,9 @@ def validate(model: nn.Module, x: Tensor, y: Tensor) -> dict:
     """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
     z = model.noise(10, torch.Generator(x.device).manual_seed(1))
     tested = evaluate(model(z), x, y)
-    return dict(
-        val_mean=tested["single"],
-        val_majority=tested["all_majority"],
-        val_mean_probability=tested["all_mean_probability"],
-        val_nll=tested["single_nll"],
-        val_disagreement=tested["disagreement"],
-    )
+    names = dict(mean="single", majority="all_majority", mean_probability="all_mean_probability")
+    names |= dict(nll="single_nll", disagreement="disagreement")
+    return {f"val_{name}": tested[key] for name, key in names.items()}
 
 
 @torch.no_grad()
@@ -621,7 +622,7 @@ def plot_training(log: list[dict], title: str) -> Figure:
     loss.set(xlabel="training step", ylabel="cross-entropy (nats)", title=title)
     diversity.set(xlabel="training step", ylabel="diversity term", title="what is rewarded")
     rows = [row for row in log if "val_mean" in row]
-    for name, label in dict(mean="one network", majority="majority of ten").items():
+    for name, label in dict(mean="one network", majority="majority of the networks").items():
         values = [100 * row[f"val_{name}"] for row in rows]
         validation.plot([row["step"] for row in rows], values, ".-", label=label)
     validation.set(xlabel="training step", ylabel="accuracy (%)", title="validation")
@@ -646,8 +647,9 @@ def plot_comparison(runs: list[dict]) -> Figure:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     bars, curves = figure.subplots(1, 2)
     for i, (name, label) in enumerate(dict(single="one", ten_majority="majority of ten").items()):
-        shown = [(k, run) for k, run in enumerate(runs) if i == 0 or run["tested"]["networks"] > 1]
-        places, values = zip(*((k + 0.4 * i, 100 * run["tested"][name]) for k, run in shown))
+        shown = [k for k, run in enumerate(runs) if i == 0 or run["tested"]["networks"] > 1]
+        places = [k + 0.4 * i for k in shown]
+        values = [100 * runs[k]["tested"][name] for k in shown]
         bars.bar_label(bars.bar(places, values, 0.4, label=label), fmt="%.1f", fontsize=8)
     everything = [100 * run["tested"][k] for run in runs for k in ("single", "ten_majority")]
     bars.set(ylim=(min(everything) - 8, max(everything) + 4), ylabel="test accuracy (%)")
@@ -664,13 +666,16 @@ def plot_comparison(runs: list[dict]) -> Figure:
         millions = [(before + own * row["step"]) / 1e6 for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
-    curves.set(ylabel="validation accuracy (%)", title="of one network (a, b) or a majority (c, d)")
+    curves.set(
+        ylabel="validation accuracy (%)", title="of the network of SGD, or a majority of ten"
+    )
     curves.legend(fontsize=8)
     return figure
 
 
 def compare(folders: list[Path], out: Path) -> dict:
     """A table and a figure of finished runs."""
+    out.mkdir(exist_ok=True)
     runs = [json.loads((folder / "metrics.json").read_text()) for folder in folders]
     runs = [run | dict(title=title(run["settings"])) for run in runs]
     names = ["single", "ten_majority", "all_majority", "disagreement", "single_nll", "ten_nll"]
@@ -730,6 +735,7 @@ def main(argv: list[str] | None = None) -> dict:
         for column in columns:
             main(column)
         return compare(folders, args.folder)
+    args.folder.mkdir(exist_ok=True)
     metrics = provenance(argv, args)
     if args.checkpoint:
         model, used = load(args.checkpoint, args.device)

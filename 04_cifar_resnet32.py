@@ -21,8 +21,10 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -120,7 +122,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--diversity none is --column c")
     args.diversity = args.diversity if args.column == "d" else "none"
     if args.column in ("a", "b"):
-        args.lam = 1.0  # there is nothing to weigh accuracy against
+        args.lam, args.start = 1.0, "copies"  # there is no diversity, and no hypernetwork
         if args.networks > 1:
             parser.error(f"--networks: column {args.column} trains one network")
     elif args.diversity != "none" and args.networks * args.ranks < 2:
@@ -148,8 +150,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         suffix += "_random" if args.start == "random" else ""
         args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
     try:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        (args.folder / "config.json").touch()
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.out):
+            pass
     except OSError as error:
         parser.error(f"--out {args.out}: cannot write there ({error.strerror})")
     return args
@@ -246,16 +249,13 @@ def target_network(
     their batch norm (N, F, K + 2) and the last layer (N, classes, 65). Batch norm takes its moments
     from its batch, or from `moments` (N, 1232, 2): mean and variance. To `record` it appends the
     means of its inputs and of their squares."""
-    layers, first = iter(theta), 0
+    layers = iter(theta)
+    given = iter(() if moments is None else moments.split([t.shape[1] for t in theta[:-1]], dim=1))
 
     def conv_norm(x: Tensor, kernel_size: int = 3, stride: int = 1) -> Tensor:
-        nonlocal first
         layer = next(layers)
         x = conv2d(x, layer[..., :-2], kernel_size, stride, kernel_size // 2, bias=False)
-        mean = var = None
-        if moments is not None:
-            mean, var = moments[:, first : first + layer.shape[1]].unbind(dim=-1)
-            first += layer.shape[1]
+        mean, var = (None, None) if moments is None else next(given).unbind(dim=-1)
         if record is not None:
             var, mean = torch.var_mean(x, dim=(1, 3, 4), correction=0)
             record.append(torch.stack([mean, var + mean.square()], dim=-1))
@@ -289,13 +289,14 @@ def recalibrate(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
     """Moments (N, 1232, 2) of N networks from one pass over images (B, 3, 32, 32). A portion of
     images passes on through the network normalised by its own moments, as in training."""
     n = len(theta[0])
-    if x.device.type != "cpu":  # all networks together
-        images = max(50, 5000 // n)
+    if n > 10:  # few at a time
+        tens = zip(*(layer.split(10) for layer in theta))
+        return torch.cat([recalibrate(list(ten), x, images) for ten in tens])
     sums = (
         len(p) * each_network(batch_sums, p.expand(n, *p.shape), theta) for p in x.split(images)
     )
     mean, square = (sum(sums) / len(x)).unbind(dim=-1)
-    return torch.stack([mean, square - mean.square()], dim=-1)
+    return torch.stack([mean, (square - mean.square()).clamp_min(0)], dim=-1)
 
 
 class OneNetwork(nn.Module):
@@ -454,6 +455,7 @@ SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networ
 
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
+    args.folder.mkdir(exist_ok=True)
     torch.manual_seed(args.seed)
     model = make_model(settings(args)).to(args.device)
     parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
@@ -518,7 +520,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             save(content | dict(chain=chain), file)
             write_log(log, args.folder / "log.csv")
-    # In half precision, for half the size; what is tested from now on is what is in the file.
+    # In half precision, for half the size; but for (b), what is tested is what is in the file.
     halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
     if args.rank == 0:
         save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
@@ -653,13 +655,9 @@ def validate(model: nn.Module, data: dict) -> dict:
     theta = model(model.noise(10, torch.Generator(data["val"][0].device).manual_seed(1)))
     moments = recalibrate(theta, data["train"][0][:500])
     tested = evaluate(theta, moments, *(part[:1000] for part in data["val"]))
-    return dict(
-        val_mean=tested["single"],
-        val_majority=tested["all_majority"],
-        val_mean_probability=tested["all_mean_probability"],
-        val_nll=tested["single_nll"],
-        val_disagreement=tested["disagreement"],
-    )
+    names = dict(mean="single", majority="all_majority", mean_probability="all_mean_probability")
+    names |= dict(nll="single_nll", disagreement="disagreement")
+    return {f"val_{name}": tested[key] for name, key in names.items()}
 
 
 @torch.no_grad()
@@ -702,7 +700,7 @@ def plot_training(log: list[dict], title: str) -> Figure:
     loss.set(xlabel="training step", ylabel="cross-entropy (nats)", title=title)
     diversity.set(xlabel="training step", ylabel="diversity term", title="what is rewarded")
     rows = [row for row in log if "val_mean" in row]
-    for name, label in dict(mean="one network", majority="majority of ten").items():
+    for name, label in dict(mean="one network", majority="majority of the networks").items():
         values = [100 * row[f"val_{name}"] for row in rows]
         validation.plot([row["step"] for row in rows], values, ".-", label=label)
     validation.set(xlabel="training step", ylabel="accuracy (%)", title="validation")
@@ -749,9 +747,9 @@ def title(used: dict) -> str:
     return words + (", MADE-UP DATA" if used["fake_data"] else "")
 
 
-def peak_memory() -> int:
-    """Bytes: of the accelerator's memory, or of this process's."""
-    if torch.cuda.is_available():
+def peak_memory(device: str) -> int:
+    """Bytes: of the accelerator's memory, or of this process's (on Linux)."""
+    if device == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -768,11 +766,15 @@ def main(argv: list[str] | None = None) -> dict:
     if args.ranks > 1 and not dist.is_initialized():
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        backend = "nccl" if args.device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))  # the others wait for rank 0
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     torch.backends.cudnn.benchmark = True
     metrics = provenance(argv, args)
     if args.checkpoint:
+        if args.rank > 0:
+            return {}
+        args.folder.mkdir(exist_ok=True)
         model, used = load(args.checkpoint, args.device)
         if isinstance(model, OneNetwork):
             sys.exit(f"{args.checkpoint} holds one network: there is no hypernetwork to sample")
@@ -800,9 +802,7 @@ def main(argv: list[str] | None = None) -> dict:
         theta = chain or model(z if z is None else z[: args.tested])
     calibration = data["train"][0][: args.calibration]
     moments = recalibrate(theta, calibration)
-    few = [part[: args.calibration] for part in data["val"]]
-    # For choices; the test set is for the end.
-    metrics["validated"] = evaluate(theta, moments, *few)
+    metrics["validated"] = evaluate(theta, moments, *data["val"])  # for choices
     metrics["tested"] = tested = evaluate(theta, moments, *data["test"])
     print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
     if tested["networks"] >= 10:
@@ -812,7 +812,7 @@ def main(argv: list[str] | None = None) -> dict:
         print(f"averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %")
         plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
     analysis = time.perf_counter() - start
-    metrics["peak_memory_gb"] = round(peak_memory() / 1e9, 2)
+    metrics["peak_memory_gb"] = round(peak_memory(args.device) / 1e9, 2)
     metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
     (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
     print(f"figures and metrics: {args.folder}")

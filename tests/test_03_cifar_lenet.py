@@ -103,6 +103,9 @@ def test_trained_start_needs_column_a(lenet, tmp_path):
     lenet.train(lenet.parse_args([*ONE, "--column", "a", "--out", str(tmp_path)]), data)
     spent = lenet.train(begun, data)[-1]
     assert spent["images_seen"] == 6 * 3 * 8 + 6 * 8  # its own, and those of column (a)
+    begun.fake_data = False
+    with pytest.raises(SystemExit, match="do not share their images"):
+        lenet.train(begun, data)
 
 
 def test_a_filter_comes_from_its_own_code(lenet):
@@ -329,6 +332,7 @@ def test_averaging_copies_changes_nothing(lenet):
     z = model.noise(1).expand(20, -1)
     result = lenet.distil(model, z, x, y)
     assert result["numbers"] == [1, 2, 5, 10, 20] and len(set(result["accuracy"])) == 1
+    assert result["nll"] == pytest.approx([result["nll"][0]] * 5, rel=1e-5)
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -361,6 +365,8 @@ def test_all_columns(lenet, tmp_path):
         [*small, "--checkpoint", str(folder / "model.pt"), "--out", str(tmp_path / "again")]
     )
     assert again["tested"] == metrics["tested"] and again["distilled"] == metrics["distilled"]
+    alone = lenet.main(["--compare", str(tmp_path / "cifar10_a"), "--out", str(tmp_path)])["rows"]
+    assert alone == rows[:1]
 
 
 def test_it_learns(lenet, tmp_path):
@@ -445,7 +451,8 @@ def test_one_network_is_not_sampled(lenet, tmp_path):
     args = lenet.parse_args([*ONE, "--column", "a", "--out", str(tmp_path)])
     lenet.train(args, lenet.load_data(args))
     with pytest.raises(SystemExit, match="no hypernetwork to sample"):
-        lenet.main(["--device", "cpu", "--checkpoint", str(args.folder / "model.pt")])
+        checkpoint = ["--checkpoint", str(args.folder / "model.pt"), "--out", str(tmp_path)]
+        lenet.main(["--device", "cpu", *checkpoint])
 
 
 def test_foreign_and_damaged_checkpoints_are_refused(lenet, tmp_path):
@@ -511,8 +518,10 @@ def test_no_data_is_one_clear_message(lenet, tmp_path, monkeypatch):
         (["--compare", "nowhere"], "no metrics.json"),
     ],
 )
-def test_bad_flags_are_one_line(lenet, capsys, arguments, message):
+def test_bad_flags_are_one_line(lenet, tmp_path, capsys, arguments, message):
+    """And no folder of a run is made."""
     with pytest.raises(SystemExit) as stop:
-        lenet.main(["--device", "cpu", *arguments])
+        lenet.main(["--device", "cpu", "--out", str(tmp_path / "runs"), *arguments])
+    assert not list(tmp_path.glob("runs/*"))
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.count("\n") == 1

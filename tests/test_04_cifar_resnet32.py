@@ -22,8 +22,6 @@ TINY += ["--validate-every", "2", "--calibration", "20"]
 def small(resnet, monkeypatch):
     """One block per stage and few test images: the same code in a tenth of the time."""
     monkeypatch.setattr(resnet, "BLOCKS", 1)
-    made_up = resnet.fake_data
-    monkeypatch.setattr(resnet, "fake_data", lambda number, classes: made_up(3000, classes))
     monkeypatch.setattr(resnet, "load_data", few_images(resnet.load_data))
     return resnet
 
@@ -196,6 +194,14 @@ def test_recalibration(resnet):
         torch.testing.assert_close(whole[1, :, number], moments, rtol=1e-3, atol=1e-8)
 
 
+def test_recalibration_of_many_networks(small):
+    """More than ten are taken in portions."""
+    theta = random_theta(small, 12)
+    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    parts = [small.recalibrate([layer[n : n + 6] for layer in theta], x) for n in (0, 6)]
+    torch.testing.assert_close(small.recalibrate(theta, x), torch.cat(parts))
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -336,6 +342,7 @@ def test_averaged_network(small):
     x, y = small.fake_data(40, 10)
     result = small.distil(model, z[:1].expand(10, -1), x[:20], x[:40], y[:40])
     assert result["numbers"] == [1, 2, 5, 10] and len(set(result["accuracy"])) == 1
+    assert result["nll"] == pytest.approx([result["nll"][0]] * 4, rel=1e-4)
 
 
 def test_all_columns(small, lenet, tmp_path):
@@ -380,11 +387,17 @@ def test_training_step_without_the_device(small, tmp_path, device, amp, monkeypa
             assert all(p.grad.device.type == device for p in model.parameters())
 
 
-def test_resume_is_bit_identical(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("column", ["b", "d"])
+def test_resume_is_bit_identical(small, tmp_path, monkeypatch, column):
     """Stopped after the checkpoint of step 2, in the middle of step 3."""
-    whole = arguments(small, tmp_path / "whole")
+    more = ["--column", column, "--networks", "1" if column == "b" else "2"]
+    whole = arguments(small, tmp_path / "whole", *more)
     data = small.load_data(whole)
     small.train(whole, data)
+    with pytest.raises(SystemExit, match="--resume goes on"):
+        small.train(whole, data)
+    with pytest.raises(SystemExit, match="has --lr .*, not 7.0"):
+        small.train(arguments(small, tmp_path / "whole", *more, "--lr", "7", "--resume"), data)
     whole_step, calls = small.training_step, []
 
     def dying(*args):
@@ -395,15 +408,24 @@ def test_resume_is_bit_identical(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(small, "training_step", dying)
     with pytest.raises(KeyboardInterrupt):
-        small.train(arguments(small, tmp_path / "stopped"), data)
+        small.train(arguments(small, tmp_path / "stopped", *more), data)
     monkeypatch.setattr(small, "training_step", whole_step)
-    small.train(arguments(small, tmp_path / "stopped", "--resume"), data)
+    small.train(arguments(small, tmp_path / "stopped", *more, "--resume"), data)
     whole, resumed = (
-        torch.load(tmp_path / name / "cifar10_d/checkpoint.pt", weights_only=True)
+        torch.load(tmp_path / name / f"cifar10_{column}/checkpoint.pt", weights_only=True)
         for name in ("whole", "stopped")
     )
     assert whole["log"] == resumed["log"]
     assert all(torch.equal(a, resumed["model"][name]) for name, a in whole["model"].items())
+    assert len(whole["chain"]) == len(resumed["chain"]) == (whole["step"] if column == "b" else 0)
+    pairs = zip(whole["chain"], resumed["chain"])
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
+    args = arguments(small, tmp_path, "--lr", "1e30")
+    with pytest.raises(SystemExit, match="the loss is not finite; try a smaller --lr"):
+        small.train(args, small.load_data(args))
 
 
 @pytest.mark.parametrize(
@@ -416,8 +438,10 @@ def test_resume_is_bit_identical(small, tmp_path, monkeypatch):
         (["--out", "README.md/folder"], "cannot write there"),
     ],
 )
-def test_bad_flags_are_one_line(resnet, capsys, arguments, message):
+def test_bad_flags_are_one_line(resnet, tmp_path, capsys, arguments, message):
+    """And no folder of a run is made."""
     with pytest.raises(SystemExit) as stop:
-        resnet.main(["--device", "cpu", *arguments])
+        resnet.main(["--device", "cpu", "--out", str(tmp_path / "runs"), *arguments])
+    assert not list(tmp_path.glob("runs/*"))
     error = capsys.readouterr().err
     assert stop.value.code == 2 and message in error and error.count("\n") == 1
