@@ -282,11 +282,17 @@ for kind in ("outputs", "ensemble"):
     results[kind] = dict(loss=loss / 2, grads=[p.grad for p in model.parameters()])
 if dist.get_rank() == 0:
     torch.save(results, sys.argv[1] + ".out")
+
+load = resnet.load_data
+resnet.load_data = lambda args: {k: (x[:40], y[:40]) for k, (x, y) in load(args).items()}
+metrics = resnet.main(sys.argv[2:])
+assert bool(metrics) == (dist.get_rank() == 0)
 """
 
 
 def test_two_ranks_equal_one_process(small, tmp_path):
-    """Two gloo processes with two z each, and one with all four: same loss, same gradients."""
+    """Two gloo processes with two z each, and one with all four: same loss, same gradients. Then
+    the whole script on both: rank 0 alone evaluates and writes."""
     torch.manual_seed(1)
     z, x = torch.randn(4, 500).double(), torch.randn(4, 4, 3, 32, 32).double()
     y = torch.randint(10, (4, 4))
@@ -297,7 +303,7 @@ def test_two_ranks_equal_one_process(small, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-        + [str(tmp_path / "rank.py"), str(file)],
+        + [str(tmp_path / "rank.py"), str(file), *TINY, "--out", str(tmp_path)],
         check=True, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True,
     )  # fmt: skip
     for kind, ranks in torch.load(str(file) + ".out", weights_only=True).items():
@@ -308,6 +314,8 @@ def test_two_ranks_equal_one_process(small, tmp_path):
         torch.testing.assert_close(ranks["loss"], loss, rtol=1e-5, atol=1e-5)
         for grad, parameter in zip(ranks["grads"], model.parameters()):
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-8)
+    metrics = json.loads((tmp_path / "cifar10_d/metrics.json").read_text())
+    assert metrics["images_seen"] == 4 * 2 * 4 * 2 and metrics["settings"]["ranks"] == 2
 
 
 def test_amp_changes_little(small, tmp_path):
