@@ -614,19 +614,25 @@ def distil(model: nn.Module, z: Tensor, x: Tensor, y: Tensor) -> dict:
 
 
 def plot_training(log: list[dict], title: str) -> Figure:
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    loss, diversity, validation = figure.subplots(1, 3)
     steps = [row for row in log if "loss" in row]
-    for ax, name in (loss, "loss_acc"), (diversity, "diversity"):
+    shown = dict(loss_acc="cross-entropy (nats)")
+    if any(row["diversity"] for row in steps):
+        shown["diversity"] = "diversity term, what is rewarded"
+    figure = Figure(figsize=(3.7 * len(shown) + 3.7, 3.6), layout="constrained")
+    *axes, validation = figure.subplots(1, len(shown) + 1)
+    for ax, (name, label) in zip(axes, shown.items()):
         ax.plot([row["step"] for row in steps], [row[name] for row in steps], linewidth=0.8)
-    loss.set(xlabel="training step", ylabel="cross-entropy (nats)", title=title)
-    diversity.set(xlabel="training step", ylabel="diversity term", title="what is rewarded")
+        ax.set(xlabel="training step", ylabel=label)
     rows = [row for row in log if "val_mean" in row]
-    for name, label in dict(mean="one network", majority="majority of the networks").items():
+    labels = dict(mean="one network")
+    if any(row["val_disagreement"] for row in rows):
+        labels["majority"] = "majority of the networks"
+    for name, label in labels.items():
         values = [100 * row[f"val_{name}"] for row in rows]
         validation.plot([row["step"] for row in rows], values, ".-", label=label)
-    validation.set(xlabel="training step", ylabel="accuracy (%)", title="validation")
+    validation.set(xlabel="training step", ylabel="validation accuracy (%)")
     validation.legend()
+    figure.suptitle(title)
     return figure
 
 
