@@ -177,11 +177,11 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
                 f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
             )
         (x, y), (x_test, y_test) = (
-            (torch.from_numpy(split.data).float() / 255, torch.tensor(split.targets))
+            (torch.from_numpy(split.data).float().div_(255), torch.tensor(split.targets))
             for split in (train, test)
         )
         mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-        x, x_test = (((part - mean) / std).permute(0, 3, 1, 2) for part in (x, x_test))
+        x, x_test = (part.sub_(mean).div_(std).permute(0, 3, 1, 2) for part in (x, x_test))
         splits = dict(train=(x[5000:], y[5000:]), val=(x[:5000], y[:5000]), test=(x_test, y_test))
     return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
 
@@ -198,7 +198,8 @@ def fake_data(number: int, classes: int) -> tuple[Tensor, Tensor]:
 def all_crops(x: Tensor, pixels: int) -> Tensor:
     """(B, 3, 32, 32) -> (B, s, s, 3, 32, 32): every image in all s = 2 * pixels + 1 positions per
     direction. A view of the padded images, channels last, so that to pick crops is to copy rows."""
-    rows = F.pad(x, [pixels] * 4).movedim(1, -1).flatten(2)  # (B, H, W * 3)
+    rows = x.movedim(1, -1).flatten(2)  # (B, 32, 32 * 3)
+    rows = F.pad(rows, [3 * pixels, 3 * pixels, pixels, pixels])
     windows = rows.unfold(1, 32, 1).unfold(2, 96, 3)  # (B, s, s, 32, 96)
     return windows.unflatten(-1, (32, 3)).movedim(-1, -3)
 
