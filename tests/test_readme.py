@@ -91,6 +91,7 @@ TABLES = {
         "03_cifar_lenet",
         "cifar10_a cifar10_b cifar10_c_trained cifar10_d_trained cifar10_d_trained_lam1e3",
     ),
+    "CIFAR-10, ResNet-32": ("04_cifar_resnet32", "cifar10_a cifar10_c"),
 }
 
 
