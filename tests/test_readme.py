@@ -89,7 +89,8 @@ def test_comparison_with_mnfg_is_the_documented_one():
 TABLES = {
     "CIFAR-10, LeNet": (
         "03_cifar_lenet",
-        "cifar10_a cifar10_b cifar10_c_trained cifar10_d_trained cifar10_d_trained_lam1e3",
+        "cifar10_a cifar10_b cifar10_c_trained cifar10_d_trained cifar10_d_trained_lam1e3 "
+        "cifar100_a cifar100_d_trained",
     ),
     "CIFAR-10, ResNet-32": ("04_cifar_resnet32", "cifar10_a cifar10_c"),
 }
