@@ -114,3 +114,16 @@ def test_tables_of_cifar_are_the_documented_runs(heading):
         assert f"`{run['command']}`" in section
         if "distilled" in run and folder != "cifar10_d_trained_lam1e3":
             assert f"{100 * run['distilled']['accuracy'][-1]:.2f} %" in section, folder
+
+
+def test_measures_of_diversity_are_the_documented_runs():
+    section = README.split("### CIFAR-10, LeNet\n")[1].split("\n#")[0]
+    for name in ("none", "outputs", "ensemble", "weights", "variance"):
+        column = dict(none="c", outputs="d").get(name, f"d_{name}")
+        file = ROOT / f"results/03_diversity/cifar10_{column}_trained/metrics.json"
+        run = json.loads(file.read_text())
+        (row,) = [line for line in section.splitlines() if line.startswith(f"| `{name}` |")]
+        keys = ("single", "ten_majority", "all_majority", "disagreement")
+        cells = [run["tested"][key] for key in keys] + [run["distilled"]["accuracy"][-1]]
+        assert all(f"{100 * cell:.2f} %" in row for cell in cells), name
+        assert f"{run['tested']['single_nll']:.3f} / {run['tested']['ten_nll']:.3f}" in row
