@@ -10,7 +10,7 @@ network again.
 
     python 03_cifar_lenet.py --column a              # 35 minutes on a busy core: 77 %
     python 03_cifar_lenet.py --column d --start trained --networks 4 --images 64 \
-        --steps 36000 --lr 1e-4 --lam 300            # 53 minutes: 76 % from a vote of ten
+        --steps 36000 --lr 1e-4 --lam 300            # 53 more: 76 % from a vote of ten
     python 03_cifar_lenet.py --column all --quick    # all four columns, small, in minutes
     python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_*
 """
@@ -672,7 +672,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
         before = run["images_seen"] - own * rows[-1]["step"]  # by the network that it started at
         millions = [(before + own * row["step"]) / 1e6 for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
-    curves.set(xlabel="training images seen by all networks (millions)", xscale="log")
+    curves.set(xlabel="training images seen by all networks (millions)")
     curves.set(
         ylabel="validation accuracy (%)", title="of the network of SGD, or a majority of ten"
     )
@@ -742,9 +742,9 @@ def main(argv: list[str] | None = None) -> dict:
         for column in columns:
             main(column)
         return compare(folders, args.folder)
-    args.folder.mkdir(exist_ok=True)
     metrics = provenance(argv, args)
     if args.checkpoint:
+        args.folder.mkdir(exist_ok=True)
         model, used = load(args.checkpoint, args.device)
         if isinstance(model, FreeNetworks):
             sys.exit(f"{args.checkpoint} is of column a or b: there is no hypernetwork to sample")
