@@ -718,7 +718,7 @@ def plot_pca(samples: Tensor, title: str) -> Figure:
 
 def plot_paths(runs: list[dict], pairs: int = 3) -> Figure:
     """Accuracy along paths between two networks: one row for each run, one column for each pair."""
-    figure = Figure(figsize=(11, 3 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(3.6 * pairs, 3 * len(runs)), layout="constrained")
     axes = figure.subplots(len(runs), pairs, sharey="row", squeeze=False)
     for row, run in zip(axes, runs):
         for i, ax in enumerate(row[: run["paths"]["pairs"]]):
@@ -864,7 +864,7 @@ def compare(folders: list[Path], out: Path, device: str) -> dict:
         ax.plot(points[:, 0], points[:, 1], ".", markersize=2, alpha=0.5)
         ax.set(xlabel=f"PC 1 ({100 * shares[0]:.1f} %)", ylabel=f"PC 2 ({100 * shares[1]:.1f} %)")
         ax.set(title=f"{run['title']}: whole network")
-    figures = dict(histogram=plot_histogram(runs), paths=plot_paths(runs), pca=figure)
+    figures = dict(histogram=plot_histogram(runs), paths=plot_paths(runs, pairs=5), pca=figure)
     figures["adversarial"] = plot_adversarial(runs)
     for name, figure in figures.items():
         figure.savefig(out / f"compare_{name}.png", dpi=150)
