@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,7 +40,8 @@ from common import conv2d, each_network, fix_gauge, knn_entropy, linear, max_poo
 NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
 DIVERSITIES = ["outputs", "weights", "variance", "ensemble", "none"]
-STARTS = ["copies", "random", "trained"]
+STARTS = ["copies", "random", "trained", "chains"]
+MODES = 3  # networks of --start chains; a generator's 400 features still fit 3 x 120 filters
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of networks, figures
 # What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
@@ -79,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add("--start", choices=STARTS, default="copies", help="of the hypernetwork; trained: at (a)'s")
+    add("--start", choices=STARTS, default="copies", help="trained: at (a), chains: at 3 of (b)")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -273,6 +275,16 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, lr: float) -> None:
+    optimizer = torch.optim.Adam(parameters, lr, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        schedule.step()
+
+
 class Hypernetwork(nn.Module):
     """G: noise z (N, 100) -> weights of N target networks, a list of (N, F, K + 1).
 
@@ -280,6 +292,7 @@ class Hypernetwork(nn.Module):
     start "copies": 1,152 more. The identity of a filter is a random bias of its code, which depends
     on z only weakly at first: all networks begin as near-copies of one, and then spread.
     start "trained": as "copies", then `start_at` a network that SGD has trained.
+    start "chains": as "copies", then `start_among` several that SGD has trained independently.
     """
 
     noise_size = 100
@@ -313,16 +326,37 @@ class Hypernetwork(nn.Module):
             missing = wanted - features @ generator[-1].weight.T.double()
             generator[-1].weight += (torch.linalg.pinv(features) @ missing).T.float()
 
+    def start_among(self, theta: list[Tensor], steps: int = 1500) -> None:
+        """Make near-copies of M networks, of network k where the k-th number of z is the largest of
+        the first M. Generators learn the filters, with noise on the codes so that near codes give
+        near filters; then the extractor learns which codes belong to z. This needs no images."""
+        m, size = len(theta[0]), self.extractor[-1].out_features
+        codes = nn.Parameter(torch.randn(m, size, device=theta[0].device))
+
+        def wrong_filters() -> Tensor:
+            made = self.filters(codes + 0.05 * torch.randn_like(codes))
+            return sum(F.mse_loss(a, b) / b.square().mean() for a, b in zip(made, theta))
+
+        def wrong_codes() -> Tensor:
+            z = self.noise(256)
+            return F.mse_loss(self.extractor(z), codes.detach()[z[:, :m].argmax(dim=1)])
+
+        minimise(wrong_filters, [codes, *self.generators.parameters()], steps, lr=2e-3)
+        minimise(wrong_codes, list(self.extractor.parameters()), 4 * steps, lr=3e-3)
+
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.extractor[0].weight.device
         return torch.randn(n, self.noise_size, device=device, generator=generator)
 
     def forward(self, z: Tensor) -> list[Tensor]:
-        codes = self.extractor(z).unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
+        return self.filters(self.extractor(z))
+
+    def filters(self, codes: Tensor) -> list[Tensor]:
+        codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
         # Without the factor, the usual size of a weight with fan-in K, one step of Adam would move
         # a weight by more than its size.
         return [
-            generator(code.flatten(0, 1)).view(len(z), f, k) * (2 / (k - 1)) ** 0.5
+            generator(code.flatten(0, 1)).view(len(code), f, k) * (2 / (k - 1)) ** 0.5
             for generator, code, (f, k) in zip(self.generators, codes, self.shapes)
         ]
 
@@ -382,17 +416,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
     args.folder.mkdir(exist_ok=True)
     torch.manual_seed(args.seed)
-    model, before = make_model(settings(args)), 0
-    if args.start == "trained":
-        trained = args.out / f"{args.dataset}_a" / "model.pt"
-        if not trained.is_file():
-            sys.exit(f"--start trained: no {trained}; train it with --column a first")
-        network, theirs = load(trained)
-        if theirs["fake_data"] != args.fake_data:
-            sys.exit(f"--start trained: {trained} and this run do not share their images")
-        model.start_at(network(None))
-        before = theirs["steps"] * theirs["images"]
-    model = model.to(args.device)
+    model = make_model(settings(args)).to(args.device)
+    trained, before = trained_networks(args) if args.start in ("trained", "chains") else ([], 0)
     if args.column in "ab":
         sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
@@ -410,10 +435,12 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         print(f"resuming at step {first} of {args.steps}")
     (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
 
+    start = time.perf_counter() - seconds
+    if trained and not state:
+        (model.start_at if args.start == "trained" else model.start_among)(trained)
     x, y = data["train"]
     crops = all_crops(torch.cat([x, x.flip(-1)]), args.crop)  # mirror images are images too
     y = y.repeat(2)
-    start = time.perf_counter() - seconds
     bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2)
     for step in bar:
         for group in optimizer.param_groups:
@@ -458,6 +485,20 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
     spent = dict(training_seconds=round(seconds, 1))
     spent["images_seen"] = args.steps * args.networks * args.images + before
     return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
+
+
+def trained_networks(args: argparse.Namespace) -> tuple[list[Tensor], int]:
+    """Weights of the networks of SGD at which the hypernetwork starts, and the images they saw."""
+    column, number = dict(trained=("a", 1), chains=("b_*_chains", MODES))[args.start]
+    found = sorted(args.out.glob(f"{args.dataset}_{column}/model.pt"))
+    if not found:
+        flags = "--column a" if args.start == "trained" else "--column b --networks 5"
+        sys.exit(f"--start {args.start}: nothing in {args.out} to start at; first train {flags}")
+    networks, theirs = load(found[0], args.device)
+    if theirs["fake_data"] != args.fake_data:
+        sys.exit(f"--start {args.start}: {found[0]} and this run do not share their images")
+    theta = [filters.detach()[:number] for filters in networks(None)]
+    return theta, len(theta[0]) * theirs["steps"] * theirs["images"]
 
 
 def make_model(settings: dict) -> nn.Module:

@@ -95,10 +95,42 @@ def test_starts_at_a_given_network(lenet, classes):
     assert ((share > 1e-3) & (share < 0.1)).all()
 
 
+def test_starts_among_given_networks(lenet):
+    """Where z_k is clearly the largest, networks are near the k-th given one. Unrelated ones are at
+    a relative squared distance of 2; the third layer, with the most filters, learns last."""
+    torch.manual_seed(0)
+    networks = [filters.detach() for filters in lenet.FreeNetworks(10, 2)(None)]
+    hypernet = lenet.Hypernetwork(10, "chains")
+    hypernet.start_among(networks, steps=100)
+    z = hypernet.noise(20)
+    z[:10, 0], z[10:, 1] = 1, 1
+    z[10:, 0], z[:10, 1] = -1, -1
+    with torch.no_grad():
+        made = hypernet(z)
+    for layer in (0, 1, 3, 4):
+        given = networks[layer].repeat_interleave(10, dim=0)
+        for wanted, low, high in (given, 0.0, 0.3), (given.roll(10, dims=0), 1.0, 3.0):
+            distance = (made[layer] - wanted).square().mean() / wanted.square().mean()
+            assert low < distance < high, layer
+
+
+def test_chains_start_needs_column_b(lenet, tmp_path, monkeypatch):
+    minimise = lenet.minimise
+    monkeypatch.setattr(lenet, "minimise", lambda *most, lr: minimise(*most[:2], 2, lr))
+    begun = arguments(lenet, tmp_path, "--start", "chains", "--column", "c")
+    data = lenet.load_data(begun)
+    with pytest.raises(SystemExit, match="first train --column b --networks 5"):
+        lenet.train(begun, data)
+    chains = ["--column", "b", "--networks", "5", "--out", str(tmp_path)]
+    lenet.train(lenet.parse_args([*TINY, *chains]), data)
+    spent = lenet.train(begun, data)[-1]
+    assert spent["images_seen"] == 6 * 3 * 8 + 3 * 6 * 8  # its own, and those of three chains
+
+
 def test_trained_start_needs_column_a(lenet, tmp_path):
     begun = arguments(lenet, tmp_path, "--start", "trained")
     data = lenet.load_data(begun)
-    with pytest.raises(SystemExit, match="train it with --column a"):
+    with pytest.raises(SystemExit, match="first train --column a"):
         lenet.train(begun, data)
     lenet.train(lenet.parse_args([*ONE, "--column", "a", "--out", str(tmp_path)]), data)
     spent = lenet.train(begun, data)[-1]
