@@ -45,6 +45,13 @@ QUICK |= dict(path_images=300, attacked_images=40, attacked_ensemble=20)
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for those that depend on other flags: their help names them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -66,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog=f"{NAME}.py",
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--model", choices=["hypernet", "mnfg"], default="hypernet", help="method or baseline")

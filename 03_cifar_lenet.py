@@ -11,7 +11,7 @@ network again.
     python 03_cifar_lenet.py --column a              # 35 minutes on a busy core: 77 %
     python 03_cifar_lenet.py --column d --start trained --networks 4 --images 64 \
         --steps 36000 --lr 1e-4 --lam 300            # 53 more: 76 % from a vote of ten
-    python 03_cifar_lenet.py --column all --quick    # all four columns, small, in minutes
+    python 03_cifar_lenet.py --column all --quick --out runs/quick    # all columns, in minutes
     python 03_cifar_lenet.py --compare runs/03_cifar_lenet/cifar10_*
 """
 
@@ -44,14 +44,21 @@ STARTS = ["copies", "random", "trained", "chains"]
 MODES = 3  # networks of --start chains; a generator's 400 features still fit 3 x 120 filters
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of networks, figures
-# What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
-SGD = dict(steps=100000, lr=0.03, lam=1.0, networks=1, images=128, validate_every=2000)
+# What the columns do not share: (a) and (b) train networks by SGD, (c) and (d) a hypernetwork.
+SGD = dict(steps=100000, lr=0.03, networks=1, images=128, validate_every=2000)
 HYPERNET = dict(steps=10000, lr=1e-3, lam=1e3, networks=10, images=512, validate_every=200)
 COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.01), c=HYPERNET, d=HYPERNET)
 QUICK = dict(steps=200, images=64, validate_every=50, tested=20, averaged=500)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for those that depend on other flags: their help names them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,13 +82,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog=f"{NAME}.py",
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add("--start", choices=STARTS, default="copies", help="trained: at (a), chains: at 3 of (b)")
+    add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at 3 of (b)")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -121,6 +128,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.lam = float(args.networks)  # nor diversity: the sum of the networks' losses
         if args.networks > 1 and (args.column == "a" or 10 % args.networks):
             parser.error("--networks: column a trains one network, column b a divisor of ten")
+    elif args.column == "all" and args.start == "chains":
+        parser.error("--start chains is for --column c or d, after --column b --networks 5")
     elif args.diversity != "none" and args.networks < 2:
         parser.error("--networks must be at least 2: diversity needs a nearest other network")
     if args.diversity not in ("outputs", "ensemble"):
@@ -276,9 +285,10 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, lr: float) -> None:
+    """By Adam, with a rate that rises to lr and falls to 0."""
     optimizer = torch.optim.Adam(parameters, lr, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    for _ in range(steps):
+    for _ in tqdm(range(steps), desc=loss.__name__, mininterval=2):
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
@@ -333,25 +343,25 @@ class Hypernetwork(nn.Module):
         m, size = len(theta[0]), self.extractor[-1].out_features
         codes = nn.Parameter(torch.randn(m, size, device=theta[0].device))
 
-        def wrong_filters() -> Tensor:
-            made = self.filters(codes + 0.05 * torch.randn_like(codes))
+        def filter_loss() -> Tensor:
+            made = self.generate(codes + 0.05 * torch.randn_like(codes))
             return sum(F.mse_loss(a, b) / b.square().mean() for a, b in zip(made, theta))
 
-        def wrong_codes() -> Tensor:
+        def code_loss() -> Tensor:
             z = self.noise(256)
             return F.mse_loss(self.extractor(z), codes.detach()[z[:, :m].argmax(dim=1)])
 
-        minimise(wrong_filters, [codes, *self.generators.parameters()], steps, lr=2e-3)
-        minimise(wrong_codes, list(self.extractor.parameters()), 4 * steps, lr=3e-3)
+        minimise(filter_loss, [codes, *self.generators.parameters()], steps, lr=2e-3)
+        minimise(code_loss, list(self.extractor.parameters()), 4 * steps, lr=3e-3)
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.extractor[0].weight.device
         return torch.randn(n, self.noise_size, device=device, generator=generator)
 
     def forward(self, z: Tensor) -> list[Tensor]:
-        return self.filters(self.extractor(z))
+        return self.generate(self.extractor(z))
 
-    def filters(self, codes: Tensor) -> list[Tensor]:
+    def generate(self, codes: Tensor) -> list[Tensor]:
         codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
         # Without the factor, the usual size of a weight with fan-in K, one step of Adam would move
         # a weight by more than its size.
@@ -409,21 +419,17 @@ def in_chain(steps: int, done: int, number: int = 10) -> bool:
     return (steps - done) % gap == 0 and (steps - done) // gap < number
 
 
-SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
-
-
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
-    args.folder.mkdir(exist_ok=True)
     torch.manual_seed(args.seed)
     model = make_model(settings(args)).to(args.device)
-    trained, before = trained_networks(args) if args.start in ("trained", "chains") else ([], 0)
     if args.column in "ab":
         sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
         optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
     else:
         optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
     file, first, log, seconds, chain = args.folder / "checkpoint.pt", 0, [], 0.0, []
+    images_before = 0
     state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
     if state and not args.resume:
         sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
@@ -431,13 +437,16 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first, log, seconds = state["step"], state["log"], state["seconds"]
+        images_before = state["images_before"]
         chain = [[filters.to(args.device) for filters in theta] for theta in state["chain"]]
         print(f"resuming at step {first} of {args.steps}")
+    start = time.perf_counter() - seconds
+    if args.start in ("trained", "chains") and not state:
+        theta, images_before = trained_networks(args)
+        (model.start_at if args.start == "trained" else model.start_among)(theta)
+    args.folder.mkdir(exist_ok=True)
     (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
 
-    start = time.perf_counter() - seconds
-    if trained and not state:
-        (model.start_at if args.start == "trained" else model.start_among)(trained)
     x, y = data["train"]
     crops = all_crops(torch.cat([x, x.flip(-1)]), args.crop)  # mirror images are images too
     y = y.repeat(2)
@@ -476,27 +485,28 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             seconds = time.perf_counter() - start
             content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-            save(content | dict(chain=chain), file)
+            save(content | dict(chain=chain, images_before=images_before), file)
             write_log(log, args.folder / "log.csv")
-    # In half precision, for half the size; but for (b), what is tested is what is in the file.
+    # In half precision, for half the size, and tested so; (b)'s networks are tested in full.
     halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
     save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
     model.load_state_dict(halves)
     spent = dict(training_seconds=round(seconds, 1))
-    spent["images_seen"] = args.steps * args.networks * args.images + before
+    spent["images_seen"] = args.steps * args.networks * args.images + images_before
     return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
 
 
 def trained_networks(args: argparse.Namespace) -> tuple[list[Tensor], int]:
     """Weights of the networks of SGD at which the hypernetwork starts, and the images they saw."""
-    column, number = dict(trained=("a", 1), chains=("b_*_chains", MODES))[args.start]
-    found = sorted(args.out.glob(f"{args.dataset}_{column}/model.pt"))
-    if not found:
-        flags = "--column a" if args.start == "trained" else "--column b --networks 5"
-        sys.exit(f"--start {args.start}: nothing in {args.out} to start at; first train {flags}")
-    networks, theirs = load(found[0], args.device)
+    folder, flags, number = dict(
+        trained=("a", "--column a", 1), chains=("b_5_chains", "--column b --networks 5", MODES)
+    )[args.start]
+    file = args.out / f"{args.dataset}_{folder}" / "model.pt"
+    if not file.is_file():
+        sys.exit(f"--start {args.start}: no {file}; first train {flags}")
+    networks, theirs = load(file, args.device)
     if theirs["fake_data"] != args.fake_data:
-        sys.exit(f"--start {args.start}: {found[0]} and this run do not share their images")
+        sys.exit(f"--start {args.start}: {file} and this run do not share their images")
     theta = [filters.detach()[:number] for filters in networks(None)]
     return theta, len(theta[0]) * theirs["steps"] * theirs["images"]
 
@@ -509,7 +519,8 @@ def make_model(settings: dict) -> nn.Module:
 
 
 def settings(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in [*SETTINGS.split(), "crop", "seed", "fake_data"]}
+    names = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
+    return {name: getattr(args, name) for name in (names + " crop seed fake_data").split()}
 
 
 def save(content: dict, file: Path) -> None:
@@ -610,7 +621,6 @@ def evaluate(theta: list[Tensor], x: Tensor, y: Tensor) -> dict:
         numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
         names = ["majority", "mean_probability", "nll", "calibration_error"]
         result |= {f"{name}_{k}": v for k, v in zip(names, numbers.mean(dim=0).tolist())}
-        result[f"{name}_std"] = numbers[:, 0].std(correction=0).item()
     result["single"] = result.pop("single_majority")
     del result["single_mean_probability"]
     sizes = [n for n in NUMBERS if n <= len(votes)]
@@ -714,9 +724,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
         millions = [(before + own * row["step"]) / 1e6 for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)")
-    curves.set(
-        ylabel="validation accuracy (%)", title="of the network of SGD, or a majority of ten"
-    )
+    curves.set(ylabel="validation accuracy (%)", title="majority of ten, or of the networks of SGD")
     curves.legend(fontsize=8)
     return figure
 
@@ -778,7 +786,7 @@ def main(argv: list[str] | None = None) -> dict:
     if args.compare:
         return compare(args.compare, args.folder)
     if args.column == "all":
-        columns = [[*argv, "--column", column] for column in COLUMNS]
+        columns = [[*argv, "--device", args.device, "--column", column] for column in COLUMNS]
         folders = [parse_args(column).folder for column in columns]  # a wrong flag stops here
         for column in columns:
             main(column)

@@ -4,10 +4,11 @@
 
 Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
 LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
-network: moments of its batch in training, and one pass over the training set to give a generated
-(or averaged) network its own. Columns (a) to (d) as in 03, whose --compare reads these runs too. At
-the paper's scale, not run here:
+network: moments of its batch in training, and one pass over training images to give a generated
+(or averaged) network its own. Columns (a) to (d) as in 03, whose --compare reads these runs too. An
+hour and a half on one CPU core, and, at the paper's scale, not run here:
 
+    python 04_cifar_resnet32.py --column c    # 81 % from a vote of ten
     python 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
     torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 5 --images 512 --steps 60000 --amp
 """
@@ -18,7 +19,6 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -43,13 +43,20 @@ CLASSES = dict(cifar10=10, cifar100=100)
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 1000, 10000]  # of networks, in the figure of distillation
 # What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
-SGD = dict(steps=15600, lr=0.05, lam=1.0, networks=1, images=64, validate_every=1000)
+SGD = dict(steps=15600, lr=0.05, networks=1, images=64, validate_every=1000)
 HYPERNET = dict(steps=3900, lr=1e-4, lam=5e3, networks=4, images=64, validate_every=500)
 COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.02), c=HYPERNET, d=HYPERNET)
 QUICK = dict(steps=20, images=16, validate_every=10, tested=10, averaged=20, calibration=200)
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for those that depend on other flags: their help names them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         prog=f"{NAME}.py",
         description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
@@ -84,12 +91,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-4 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 5e3")
-    add(
-        "--ramp", type=float, default=0.5, help="share of steps in which diversity gains its weight"
-    )
-    add("--networks", type=count, help="samples of z in a step; 4")
+    add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
+    add("--networks", type=count, help="samples of z in a step, on each GPU; 4")
     add("--images", type=count, help="images per network in a step; 64")
-    add("--shared", type=count, help="images that all networks see; a quarter of the next")
+    add("--shared", type=count, help="images all networks see; a quarter of --images-per-forward")
     add("--images-per-forward", type=count, default=64, help="bounds memory; batch norm sees these")
     add("--amp", action="store_true", help="target networks in bfloat16")
     add("--crop", type=int, default=4, help="pixels that training images move at most")
@@ -101,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on with the run in its folder")
     add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
     add("--validate-every", type=count, help="steps between two validations; 1000 or 500")
-    add("--tested", type=count, default=20, help="networks to test, in ensembles of ten and as one")
+    add("--tested", type=count, default=20, help="networks to test, by tens and all together")
     add("--calibration", type=count, help="images for moments; all on CUDA, 5000 on the CPU")
     add("--averaged", type=count, default=10000, help="networks averaged into one")
     add("--sigma", type=positive, default=1.0, help="scale of z when networks are sampled")
@@ -278,7 +283,7 @@ def calibrated_network(x: Tensor, theta_and_moments: list[Tensor]) -> Tensor:
     return target_network(x, theta, moments)
 
 
-def batch_sums(x: Tensor, theta: list[Tensor]) -> Tensor:
+def batch_means(x: Tensor, theta: list[Tensor]) -> Tensor:
     """(N, 1232, 2): means of the inputs of each batch norm, and of their squares."""
     record = []
     target_network(x, theta, record=record)
@@ -294,7 +299,7 @@ def recalibrate(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
         tens = zip(*(layer.split(10) for layer in theta))
         return torch.cat([recalibrate(list(ten), x, images) for ten in tens])
     sums = (
-        len(p) * each_network(batch_sums, p.expand(n, *p.shape), theta) for p in x.split(images)
+        len(p) * each_network(batch_means, p.expand(n, *p.shape), theta) for p in x.split(images)
     )
     mean, square = (sum(sums) / len(x)).unbind(dim=-1)
     return torch.stack([mean, (square - mean.square()).clamp_min(0)], dim=-1)
@@ -451,9 +456,6 @@ def in_chain(steps: int, done: int) -> bool:
     return (steps - done) % gap == 0 and (steps - done) // gap < 10
 
 
-SETTINGS = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
-
-
 def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
     """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
     args.folder.mkdir(exist_ok=True)
@@ -521,7 +523,7 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
             content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
             save(content | dict(chain=chain), file)
             write_log(log, args.folder / "log.csv")
-    # In half precision, for half the size; but for (b), what is tested is what is in the file.
+    # In half precision, for half the size, and tested so; (b)'s networks are tested in full.
     halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
     if args.rank == 0:
         save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
@@ -539,8 +541,9 @@ def make_model(settings: dict) -> nn.Module:
 
 
 def settings(args: argparse.Namespace) -> dict:
-    more = ["crop", "seed", "fake_data", "images_per_forward", "amp", "ranks"]
-    return {name: getattr(args, name) for name in SETTINGS.split() + more}
+    names = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
+    names += " crop seed fake_data images_per_forward amp ranks"
+    return {name: getattr(args, name) for name in names.split()}
 
 
 def save(content: dict, file: Path) -> None:
@@ -641,7 +644,6 @@ def evaluate(theta: list[Tensor], moments: Tensor, x: Tensor, y: Tensor) -> dict
         numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
         names = ["majority", "mean_probability", "nll", "calibration_error"]
         result |= {f"{name}_{k}": v for k, v in zip(names, numbers.mean(dim=0).tolist())}
-        result[f"{name}_std"] = numbers[:, 0].std(correction=0).item()
     result["single"] = result.pop("single_majority")
     del result["single_mean_probability"]
     sizes = [n for n in NUMBERS if n <= len(votes)]
@@ -758,6 +760,8 @@ def peak_memory(device: str) -> int:
     """Bytes: of the accelerator's memory, or of this process's (on Linux)."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    import resource  # not on Windows
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -765,7 +769,7 @@ def main(argv: list[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     if args.column == "all":
-        columns = [[*argv, "--column", column] for column in COLUMNS]
+        columns = [[*argv, "--device", args.device, "--column", column] for column in COLUMNS]
         folders = [str(parse_args(column).folder) for column in columns]  # a wrong flag stops here
         results = {name: main(column) for name, column in zip(COLUMNS, columns)}
         print("side by side: python 03_cifar_lenet.py --compare", *folders)
@@ -803,6 +807,7 @@ def main(argv: list[str] | None = None) -> dict:
     parameters = sum(p.numel() for p in model.parameters())
     metrics |= dict(title=title(used), seed=used["seed"], settings=used, parameters=parameters)
     metrics |= dict(data="made up" if used["fake_data"] else used["dataset"], sigma=args.sigma)
+    metrics["calibration"] = args.calibration
     z = model.noise(max(args.tested, args.averaged), torch.Generator(args.device).manual_seed(2))
     z = z if z is None else args.sigma * z
     with torch.no_grad():

@@ -46,7 +46,7 @@ def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
         nearest = distances.fill_diagonal_(torch.inf).argmin(dim=1)  # (N,)
 
     # The floor keeps value and gradient finite where two samples coincide.
-    offset = samples - samples.index_select(0, nearest)  # (N, D); its gradient is reproducible
+    offset = samples - samples.index_select(0, nearest)  # (N, D); reproducible on the CPU
     if metric == "euclidean":
         log_eps = 0.5 * torch.log(offset.square().sum(dim=1) + 1e-24)
     else:

@@ -125,6 +125,9 @@ def test_chains_start_needs_column_b(lenet, tmp_path, monkeypatch):
     lenet.train(lenet.parse_args([*TINY, *chains]), data)
     spent = lenet.train(begun, data)[-1]
     assert spent["images_seen"] == 6 * 3 * 8 + 3 * 6 * 8  # its own, and those of three chains
+    (tmp_path / "cifar10_b_5_chains" / "model.pt").unlink()  # --resume does not need it
+    begun.resume = True
+    assert lenet.train(begun, data)[-1]["images_seen"] == spent["images_seen"]
 
 
 def test_trained_start_needs_column_a(lenet, tmp_path):
@@ -135,7 +138,7 @@ def test_trained_start_needs_column_a(lenet, tmp_path):
     lenet.train(lenet.parse_args([*ONE, "--column", "a", "--out", str(tmp_path)]), data)
     spent = lenet.train(begun, data)[-1]
     assert spent["images_seen"] == 6 * 3 * 8 + 6 * 8  # its own, and those of column (a)
-    begun.fake_data = False
+    begun.fake_data, begun.folder = False, tmp_path / "other"
     with pytest.raises(SystemExit, match="do not share their images"):
         lenet.train(begun, data)
 
@@ -545,6 +548,7 @@ def test_no_data_is_one_clear_message(lenet, tmp_path, monkeypatch):
         (["--tested", "9"], "at least 10"),
         (["--crop", "-1"], "cannot be negative"),
         (["--column", "all", "--networks", "1"], "at least 2"),
+        (["--column", "all", "--start", "chains"], "after --column b"),
         (["--out", "README.md/folder"], "cannot write there"),
         (["--checkpoint", "nowhere.pt"], "no such file"),
         (["--compare", "nowhere"], "no metrics.json"),
