@@ -713,6 +713,8 @@ def plot_training(log: list[dict], title: str) -> Figure:
         validation.plot([row["step"] for row in rows], values, ".-", label=label)
     validation.set(xlabel="training step", ylabel="validation accuracy (%)")
     validation.legend()
+    for ax in figure.axes:
+        ax.locator_params(axis="x", nbins=5)  # long numbers would touch
     figure.suptitle(title)
     return figure
 
