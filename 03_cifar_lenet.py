@@ -715,7 +715,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
     bars.set(ylim=(min(everything) - 8, max(everything) + 4), ylabel="test accuracy (%)")
     names = [run["title"].replace(", ", "\n") for run in runs]
     bars.set_xticks([k + 0.2 for k in range(len(runs))], names, fontsize=8)
-    bars.legend(loc="upper left")
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for run in runs:
         rows = run.get("log")
         if not rows:  # evaluated without training
