@@ -42,12 +42,13 @@ CLASSES = dict(cifar10=10, cifar100=100)
 DIVERSITIES = ["outputs", "weights", "variance", "ensemble", "none"]
 STARTS = ["copies", "random", "trained", "chains"]
 MODES = 3  # networks of --start chains; a generator's 400 features still fit 3 x 120 filters
+BURN_IN = 10  # a chain of (b) begins at this many times its rate, as large as that of (a)
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of networks, figures
 # What the columns do not share: (a) and (b) train networks by SGD, (c) and (d) a hypernetwork.
 SGD = dict(steps=100000, lr=0.03, networks=1, images=128, validate_every=2000)
 HYPERNET = dict(steps=10000, lr=1e-3, lam=1e3, networks=10, images=512, validate_every=200)
-COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.01), c=HYPERNET, d=HYPERNET)
+COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.003), c=HYPERNET, d=HYPERNET)
 QUICK = dict(steps=200, images=64, validate_every=50, tested=20, averaged=500)
 
 
@@ -90,7 +91,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
     add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at 3 of (b)")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
-    add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.01 (b), or of Adam, 1e-3 (c, d)")
+    add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.003 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 1e3")
     add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
@@ -407,8 +408,9 @@ def training_step(
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
     warm_up = min(200, args.steps // 5 + 1)
-    if args.column == "b":
-        return args.lr * min(1.0, (step + 1) / warm_up)
+    if args.column == "b":  # falls to lr in the first half; constant where networks are taken
+        factor = max(1.0, BURN_IN - 2 * (BURN_IN - 1) * step / args.steps)
+        return args.lr * min(factor, (step + 1) / warm_up * BURN_IN)
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
 
 

@@ -244,10 +244,13 @@ def test_learning_rates(lenet, tmp_path):
     rates = [lenet.learning_rate(decaying, step) for step in range(1000)]
     assert rates[0] == pytest.approx(1 / 200) and max(rates) <= 1
     assert rates[-1] == pytest.approx(1 / 800)
-    constant = lenet.parse_args(
+    chain = lenet.parse_args(
         [*ONE, "--column", "b", "--steps", "1000", "--lr", "1", "--out", str(tmp_path)]
     )
-    assert {lenet.learning_rate(constant, step) for step in range(200, 1000)} == {1}
+    rates = [lenet.learning_rate(chain, step) for step in range(1000)]
+    assert rates[0] == pytest.approx(10 / 200) and max(rates) < 10
+    assert rates[250] == pytest.approx(5.5) and rates[400] == pytest.approx(2.8)
+    assert set(rates[500:]) == {1}
 
 
 @pytest.mark.parametrize("steps", [6, 40, 1000, 12345])
