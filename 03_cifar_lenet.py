@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,7 +40,6 @@ NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
 DIVERSITIES = ["outputs", "weights", "variance", "ensemble", "none"]
 STARTS = ["copies", "random", "trained", "chains"]
-MODES = 3  # networks of --start chains; a generator's 400 features still fit 3 x 120 filters
 BURN_IN = 10  # a chain of (b) begins at this many times its rate, as large as that of (a)
 LOG_EVERY = 10
 NUMBERS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of networks, figures
@@ -89,7 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at 3 of (b)")
+    add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at five of (b)")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
     add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.003 (b), or of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
@@ -285,17 +283,6 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def minimise(loss: Callable[[], Tensor], parameters: list[Tensor], steps: int, lr: float) -> None:
-    """By Adam, with a rate that rises to lr and falls to 0."""
-    optimizer = torch.optim.Adam(parameters, lr, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-    for _ in tqdm(range(steps), desc=loss.__name__, mininterval=2):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-        schedule.step()
-
-
 class Hypernetwork(nn.Module):
     """G: noise z (N, 100) -> weights of N target networks, a list of (N, F, K + 1).
 
@@ -337,23 +324,46 @@ class Hypernetwork(nn.Module):
             missing = wanted - features @ generator[-1].weight.T.double()
             generator[-1].weight += (torch.linalg.pinv(features) @ missing).T.float()
 
-    def start_among(self, theta: list[Tensor], steps: int = 1500) -> None:
-        """Make near-copies of M networks, of network k where the k-th number of z is the largest of
-        the first M. Generators learn the filters, with noise on the codes so that near codes give
-        near filters; then the extractor learns which codes belong to z. This needs no images."""
+    def start_among(self, theta: list[Tensor], steps: int = 5000) -> None:
+        """Make near-copies of M networks, one for each of M intervals of the first number of z.
+        Generators learn the filters, with noise on the codes so that near codes give near filters;
+        then the extractor is told which codes belong to z. This needs no images."""
         m, size = len(theta[0]), self.extractor[-1].out_features
         codes = nn.Parameter(torch.randn(m, size, device=theta[0].device))
+        optimizer = torch.optim.Adam([codes, *self.generators.parameters()], 2e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+        for _ in tqdm(range(steps), desc="imitating", mininterval=2):
+            made = self.generate(codes + 0.1 * torch.randn_like(codes))
+            loss = sum(F.mse_loss(a, b) / b.square().mean() for a, b in zip(made, theta))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+        self.choose_among(codes.detach())
 
-        def filter_loss() -> Tensor:
-            made = self.generate(codes + 0.05 * torch.randn_like(codes))
-            return sum(F.mse_loss(a, b) / b.square().mean() for a, b in zip(made, theta))
-
-        def code_loss() -> Tensor:
-            z = self.noise(256)
-            return F.mse_loss(self.extractor(z), codes.detach()[z[:, :m].argmax(dim=1)])
-
-        minimise(filter_loss, [codes, *self.generators.parameters()], steps, lr=2e-3)
-        minimise(code_loss, list(self.extractor.parameters()), 4 * steps, lr=3e-3)
+    @torch.no_grad()
+    def choose_among(self, codes: Tensor, steepness: float = 30.0) -> None:
+        """Code k of M where the first number of z is in the k-th of M equally likely intervals.
+        A steep step leads from each code to the next: the difference of two units of the second
+        layer that rise one after the other, equally fast, is level before and after."""
+        first, relu, second, _, last = self.extractor
+        n, slope = self.noise_size, relu.negative_slope
+        first.weight.copy_(torch.cat([torch.eye(n), -torch.eye(n)]))
+        # Weights of the first layer's outputs that give z[0], and those that give about 1, in place
+        # of the biases that E has not: the mean of |z| hardly varies.
+        number, one = second.weight.new_zeros(2, 2 * n)
+        number[0], number[n] = 1 / (1 + slope), -1 / (1 + slope)
+        one += (math.pi / 2) ** 0.5 / (1 - slope) / n
+        last.weight *= 0.25  # as in start_at
+        last.bias.copy_(codes[0])
+        factor = steepness**0.5  # shared by two layers, so that neither has large weights
+        for k, change in enumerate(codes.diff(dim=0)):
+            border = torch.special.ndtri(torch.tensor((k + 1) / len(codes))).item()
+            second.weight[2 * k] = factor * (number - border * one)
+            second.weight[2 * k + 1] = second.weight[2 * k] - one / factor
+            last.weight[:, 2 * k] = change * factor / (1 - slope)
+            last.weight[:, 2 * k + 1] = -last.weight[:, 2 * k]
+            last.bias -= change * slope / (1 - slope)  # a leaky step begins above 0
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.extractor[0].weight.device
@@ -500,8 +510,8 @@ def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor]
 
 def trained_networks(args: argparse.Namespace) -> tuple[list[Tensor], int]:
     """Weights of the networks of SGD at which the hypernetwork starts, and the images they saw."""
-    folder, flags, number = dict(
-        trained=("a", "--column a", 1), chains=("b_5_chains", "--column b --networks 5", MODES)
+    folder, flags = dict(
+        trained=("a", "--column a"), chains=("b_5_chains", "--column b --networks 5")
     )[args.start]
     file = args.out / f"{args.dataset}_{folder}" / "model.pt"
     if not file.is_file():
@@ -509,7 +519,7 @@ def trained_networks(args: argparse.Namespace) -> tuple[list[Tensor], int]:
     networks, theirs = load(file, args.device)
     if theirs["fake_data"] != args.fake_data:
         sys.exit(f"--start {args.start}: {file} and this run do not share their images")
-    theta = [filters.detach()[:number] for filters in networks(None)]
+    theta = [filters.detach() for filters in networks(None)]
     return theta, len(theta[0]) * theirs["steps"] * theirs["images"]
 
 

@@ -96,15 +96,15 @@ def test_starts_at_a_given_network(lenet, classes):
 
 
 def test_starts_among_given_networks(lenet):
-    """Where z_k is clearly the largest, networks are near the k-th given one. Unrelated ones are at
-    a relative squared distance of 2; the third layer, with the most filters, learns last."""
+    """Where z[0] is clearly in the k-th third of all z, networks are near the k-th given one.
+    Unrelated ones are at a relative squared distance of 2; the third layer, with the most filters,
+    learns last."""
     torch.manual_seed(0)
-    networks = [filters.detach() for filters in lenet.FreeNetworks(10, 2)(None)]
+    networks = [filters.detach() for filters in lenet.FreeNetworks(10, 3)(None)]
     hypernet = lenet.Hypernetwork(10, "chains")
     hypernet.start_among(networks, steps=100)
-    z = hypernet.noise(20)
-    z[:10, 0], z[10:, 1] = 1, 1
-    z[10:, 0], z[:10, 1] = -1, -1
+    z = hypernet.noise(30)
+    z[:, 0] = torch.tensor([-1.0, 0.0, 1.0]).repeat_interleave(10)
     with torch.no_grad():
         made = hypernet(z)
     for layer in (0, 1, 3, 4):
@@ -114,9 +114,21 @@ def test_starts_among_given_networks(lenet):
             assert low < distance < high, layer
 
 
+def test_z_chooses_among_codes(lenet):
+    """All of M codes are equally likely, and few z are between two."""
+    torch.manual_seed(0)
+    hypernet = lenet.Hypernetwork(10, "chains")
+    codes = torch.randn(5, 1152)
+    hypernet.choose_among(codes)
+    with torch.no_grad():
+        distance, nearest = torch.cdist(hypernet.extractor(hypernet.noise(4000)), codes).min(dim=1)
+    assert (nearest.bincount(minlength=5) / 4000 - 0.2).abs().max() < 0.03
+    assert (distance < 0.3 * torch.cdist(codes, codes).max()).float().mean() > 0.94
+
+
 def test_chains_start_needs_column_b(lenet, tmp_path, monkeypatch):
-    minimise = lenet.minimise
-    monkeypatch.setattr(lenet, "minimise", lambda *most, lr: minimise(*most[:2], 2, lr))
+    start_among = lenet.Hypernetwork.start_among
+    monkeypatch.setattr(lenet.Hypernetwork, "start_among", lambda *most: start_among(*most, 2))
     begun = arguments(lenet, tmp_path, "--start", "chains", "--column", "c")
     data = lenet.load_data(begun)
     with pytest.raises(SystemExit, match="first train --column b --networks 5"):
@@ -124,7 +136,7 @@ def test_chains_start_needs_column_b(lenet, tmp_path, monkeypatch):
     chains = ["--column", "b", "--networks", "5", "--out", str(tmp_path)]
     lenet.train(lenet.parse_args([*TINY, *chains]), data)
     spent = lenet.train(begun, data)[-1]
-    assert spent["images_seen"] == 6 * 3 * 8 + 3 * 6 * 8  # its own, and those of three chains
+    assert spent["images_seen"] == 6 * 3 * 8 + 5 * 6 * 8  # its own, and those of five chains
     (tmp_path / "cifar10_b_5_chains" / "model.pt").unlink()  # --resume does not need it
     begun.resume = True
     assert lenet.train(begun, data)[-1]["images_seen"] == spent["images_seen"]
