@@ -87,9 +87,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
     add("--diversity", choices=DIVERSITIES, default="outputs", help="what column d rewards")
-    add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at five of (b)")
+    add("--start", choices=STARTS, default="copies", help="trained: at (a); chains: at (b)'s five")
     add("--steps", type=count, help="training steps; 100000 (a, b) or 10000 (c, d)")
-    add("--lr", type=positive, help="of SGD, 0.03 (a) or 0.003 (b), or of Adam, 1e-3 (c, d)")
+    add("--lr", type=positive, help="of SGD, 0.03 (a) or at last 0.003 (b); of Adam, 1e-3 (c, d)")
     add("--weight-decay", type=float, default=5e-4, help="of SGD")
     add("--lam", type=positive, help="weight of accuracy; 1e3")
     add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
@@ -108,7 +108,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--validate-every", type=count, help="steps between two validations; 2000 or 200")
     add("--tested", type=count, default=100, help="networks to test, by tens and all together")
     add("--averaged", type=count, default=10000, help="networks averaged into one")
-    add("--sigma", type=positive, default=1.0, help="scale of z when networks are sampled")
+    add("--sigma", type=positive, default=1.0, help="scale of sampled z; keep 1 for chains")
     add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
     args = parser.parse_args(argv)
     for preset in COLUMNS.get(args.column, {}), QUICK if args.quick else {}:
@@ -343,20 +343,20 @@ class Hypernetwork(nn.Module):
 
     @torch.no_grad()
     def choose_among(self, codes: Tensor, steepness: float = 30.0) -> None:
-        """Code k of M where the first number of z is in the k-th of M equally likely intervals.
-        A steep step leads from each code to the next: the difference of two units of the second
-        layer that rise one after the other, equally fast, is level before and after."""
+        """Let E give code k of M where z[0] is in the k-th of M equally likely intervals. Steps
+        lead from code to code: for a leaky ReLU r, r(t) - r(t - 1) rises from slope at t = 0 to
+        1 at t = 1 and is level elsewhere. Here t = steepness * (z[0] - border)."""
         first, relu, second, _, last = self.extractor
         n, slope = self.noise_size, relu.negative_slope
         first.weight.copy_(torch.cat([torch.eye(n), -torch.eye(n)]))
-        # Weights of the first layer's outputs that give z[0], and those that give about 1, in place
-        # of the biases that E has not: the mean of |z| hardly varies.
+        # Weights of the first layer's outputs that give z[0], and those that give about 1, as the
+        # second layer has no biases: the mean of |z|, scaled, which varies by 8 %.
         number, one = second.weight.new_zeros(2, 2 * n)
         number[0], number[n] = 1 / (1 + slope), -1 / (1 + slope)
         one += (math.pi / 2) ** 0.5 / (1 - slope) / n
         last.weight *= 0.25  # as in start_at
         last.bias.copy_(codes[0])
-        factor = steepness**0.5  # shared by two layers, so that neither has large weights
+        factor = steepness**0.5  # shared by two layers, or one would have weights of 30 and more
         for k, change in enumerate(codes.diff(dim=0)):
             border = torch.special.ndtri(torch.tensor((k + 1) / len(codes))).item()
             second.weight[2 * k] = factor * (number - border * one)
@@ -418,7 +418,9 @@ def training_step(
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
     warm_up = min(200, args.steps // 5 + 1)
-    if args.column == "b":  # falls to lr in the first half; constant where networks are taken
+    # Paper: (b) has a constant rate. Here: only in the second half, where networks are taken; it
+    # falls to lr in the first, or the chain would be far from converged, or noisy.
+    if args.column == "b":
         factor = max(1.0, BURN_IN - 2 * (BURN_IN - 1) * step / args.steps)
         return args.lr * min(factor, (step + 1) / warm_up * BURN_IN)
     return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
@@ -734,7 +736,7 @@ def plot_comparison(runs: list[dict]) -> Figure:
             continue
         used = run["settings"]
         own = used["networks"] * used["images"] * used.get("ranks", 1)
-        before = run["images_seen"] - own * rows[-1]["step"]  # by the network that it started at
+        before = run["images_seen"] - own * rows[-1]["step"]  # by the networks that it started at
         millions = [(before + own * row["step"]) / 1e6 for row in rows]
         curves.plot(millions, [100 * row["val_majority"] for row in rows], label=run["title"])
     curves.set(xlabel="training images seen by all networks (millions)")

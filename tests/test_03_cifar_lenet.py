@@ -115,15 +115,20 @@ def test_starts_among_given_networks(lenet):
 
 
 def test_z_chooses_among_codes(lenet):
-    """All of M codes are equally likely, and few z are between two."""
+    """Code k, but for rounding, where the mean of |z| is as expected and z[0] not on a step."""
     torch.manual_seed(0)
-    hypernet = lenet.Hypernetwork(10, "chains")
-    codes = torch.randn(5, 1152)
-    hypernet.choose_among(codes)
+    hypernet, codes = lenet.Hypernetwork(10, "chains"), torch.randn(5, 1152)
+    z = hypernet.noise(1000)
     with torch.no_grad():
-        distance, nearest = torch.cdist(hypernet.extractor(hypernet.noise(4000)), codes).min(dim=1)
-    assert (nearest.bincount(minlength=5) / 4000 - 0.2).abs().max() < 0.03
-    assert (distance < 0.3 * torch.cdist(codes, codes).max()).float().mean() > 0.94
+        hypernet.extractor[-1].weight.zero_()  # what else depends on z
+        hypernet.choose_among(codes)
+        z[:, 1:] *= (100 * (2 / math.pi) ** 0.5 - z[:, :1].abs()) / z[:, 1:].abs().sum(1, True)
+        made = hypernet.extractor(z)
+    past = z[:, :1] - torch.distributions.Normal(0, 1).icdf(torch.arange(1, 5) / 5)
+    clear = ((past < 0) | (past > 0.04)).all(dim=1)  # a step is 1 / 30 wide
+    assert clear.float().mean() > 0.9
+    expected = codes[(past > 0).sum(dim=1)]
+    torch.testing.assert_close(made[clear], expected[clear], rtol=0, atol=5e-3)
 
 
 def test_chains_start_needs_column_b(lenet, tmp_path, monkeypatch):
