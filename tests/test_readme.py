@@ -90,7 +90,7 @@ TABLES = {
     "CIFAR-10, LeNet": (
         "03_cifar_lenet",
         "cifar10_a cifar10_b cifar10_b_5_chains cifar10_c_trained cifar10_d_trained "
-        "cifar10_d_chains cifar100_a cifar100_d_trained",
+        "cifar10_c_chains cifar10_d_chains cifar100_a cifar100_d_trained",
     ),
     "CIFAR-10, ResNet-32": (
         "04_cifar_resnet32",
@@ -117,6 +117,15 @@ def test_tables_of_cifar_are_the_documented_runs(heading):
         assert f"`{run['command']}`" in section
         if "distilled" in run:
             assert f"{100 * run['distilled']['accuracy'][-1]:.2f} %" in section, folder
+
+
+def test_starts_are_the_documented_runs():
+    section = README.split("### CIFAR-10, LeNet\n")[1].split("\n#")[0]
+    for folder in ("cifar10_d", "cifar10_d_random"):
+        run = json.loads((ROOT / f"results/03_start/{folder}/metrics.json").read_text())
+        for key in ("single", "ten_majority"):
+            assert f"{100 * run['tested'][key]:.2f} %" in section, (folder, key)
+        assert f"`{run['command']}`" in section
 
 
 def test_measures_of_diversity_are_the_documented_runs():
