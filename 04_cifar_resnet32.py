@@ -6,7 +6,7 @@ Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillatio
 LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
 network: moments of its batch in training, and one pass over training images to give a generated
 (or averaged) network its own. Columns (a) to (d) as in 03, whose --compare reads these runs too. An
-hour and a half on one CPU core, and, at the paper's scale, not run here:
+hour and a half on one CPU core, and, with the paper's 10 networks of 512 images, not run here:
 
     python 04_cifar_resnet32.py --column c    # 81 % from a vote of ten
     python 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
@@ -719,16 +719,15 @@ def plot_training(log: list[dict], title: str) -> Figure:
     return figure
 
 
-def plot_distillation(runs: list[dict]) -> Figure:
+def plot_distillation(run: dict) -> Figure:
     """Accuracy against the number of networks: averaged into one, or voting."""
-    figure = Figure(figsize=(5.5 * len(runs), 4), layout="constrained")
-    for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
-        tested, averaged = run["tested"], run["distilled"]
-        ax.plot(averaged["numbers"], 100 * torch.tensor(averaged["accuracy"]), "o-", color="C0")
-        ax.plot(tested["sizes"], 100 * torch.tensor(tested["majority_by_size"]), "s--", color="C1")
-        ax.axhline(100 * tested["single"], color="black", linestyle=":")
-        ax.legend(["ONE network, weights averaged", "majority vote of n", "a typical member"])
-        ax.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title=run["title"])
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    ax, tested, averaged = figure.subplots(), run["tested"], run["distilled"]
+    ax.plot(averaged["numbers"], 100 * torch.tensor(averaged["accuracy"]), "o-", color="C0")
+    ax.plot(tested["sizes"], 100 * torch.tensor(tested["majority_by_size"]), "s--", color="C1")
+    ax.axhline(100 * tested["single"], color="black", linestyle=":")
+    ax.legend(["ONE network, weights averaged", "majority vote of n", "a typical member"])
+    ax.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title=run["title"])
     return figure
 
 
@@ -824,7 +823,7 @@ def main(argv: list[str] | None = None) -> dict:
     if z is not None:
         metrics["distilled"] = distil(model, z[: args.averaged], calibration, *data["test"])
         print(f"averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %")
-        plot_distillation([metrics]).savefig(args.folder / "distillation.png", dpi=150)
+        plot_distillation(metrics).savefig(args.folder / "distillation.png", dpi=150)
     analysis = time.perf_counter() - start
     metrics["peak_memory_gb"] = round(peak_memory(args.device) / 1e9, 2)
     metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
