@@ -697,7 +697,7 @@ def plot_training(log: list[dict], title: str) -> Figure:
         values = [100 * row[f"val_{name}"] for row in rows]
         validation.plot([row["step"] for row in rows], values, ".-", label=label)
     validation.set(xlabel="training step", ylabel="validation accuracy (%)")
-    validation.legend()
+    validation.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for ax in figure.axes:
         ax.locator_params(axis="x", nbins=5)  # long numbers would touch
     figure.suptitle(title)
