@@ -5,16 +5,15 @@
 Section "MNIST" of the paper. New against the toy: the samples are networks, so the trivial
 symmetries of their weights are removed (gauge fixing) before diversity is measured, and G shares
 parameters: an extractor E turns z into one code per filter, one weight generator per layer turns
-codes into filters. Then the generated networks are taken apart: accuracies, filters, PCA, paths,
-ensembles, adversarial examples, calibration. Expect 99.3 % from a majority of 200 networks.
+codes into filters. The networks are then taken apart: accuracies, votes, filters, PCA, paths,
+attacks. Beside it the baseline MNFG, and the paper's own recipe for training the hypernetwork.
 
-    python 02_mnist_hypernet.py                      # documented run: about 35 minutes on two cores
-    python 02_mnist_hypernet.py --quick              # three minutes
-    python 02_mnist_hypernet.py --checkpoint results/02_mnist_hypernet/hypernet.pt
+    python 02_mnist_hypernet.py --quick            # all runs in minutes: does it run?
+    python 02_mnist_hypernet.py --runs hypernet    # one run; the same command again goes on, redraws
+    python 02_mnist_hypernet.py                    # all runs: four hours on one CPU core
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -22,6 +21,7 @@ import platform
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -34,121 +34,81 @@ from tqdm import tqdm
 from common import conv2d, each_network, fix_gauge, knn_entropy, linear, max_pool2d
 
 NAME = "02_mnist_hypernet"
-LOG_EVERY = 10
-CHECKPOINT_EVERY = 100
-SIZES = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200]  # of ensembles, in the size figure
+# The documented runs. A step draws `networks` samples of z and `images` for each of them, which are
+# moved by up to `shift` pixels. MNFG's lam is the number of training images, as its bound demands.
+HYPERNET = dict(steps=3000, lr=2e-3, lam=1e3, networks=32, images=32, shift=1, start="copies")
+RECIPES = dict(
+    hypernet=HYPERNET | dict(seed=0),
+    mnfg=dict(steps=55_000, lr=1e-3, lam=55e3, networks=4, images=32, shift=1, start=None, seed=0),
+    paper=HYPERNET | dict(steps=13_000, lr=3e-4, shift=0, start="random", seed=0),
+)
+QUICK = dict(steps=250)  # at most
+# What the analysis costs: networks tested, pairs joined by paths, images along them, images to
+# attack, networks in the attacked ensemble. The paper's numbers are those of CUDA.
+COSTS = dict(
+    quick=dict(tested=40, pairs=3, path_images=300, attacked=40, members=20),
+    cpu=dict(tested=400, pairs=10, path_images=1000, attacked=500, members=100),
+    cuda=dict(tested=4000, pairs=10, path_images=10_000, attacked=10_000, members=100),
+)
+TITLES = dict(hypernet="hypernetwork", mnfg="MNFG", paper="paper's recipe")
+PAPER = dict(hypernet=99.14, mnfg=99.28, paper=99.14)  # the paper's vote of 200, by our run's name
+# A recipe's runs with other settings have other shades of its colour.
+COLOURS = dict(
+    hypernet=["C0", "navy", "deepskyblue", "slategrey"],
+    mnfg=["C2", "darkgreen", "yellowgreen"],
+    paper=["C4", "indigo", "orchid"],
+)
+SIZES = [1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200]  # of ensembles
 EPSILONS = [i / 100 for i in range(25)]  # of adversarial examples: 0 to 0.24
-QUICK = dict(steps=250, networks=30, ensemble_size=15, pca_samples=300, path_pairs=3)
-QUICK |= dict(path_images=300, attacked_images=40, attacked_ensemble=20)
+ANGLES = list(range(0, 181, 10))  # of the rotated digit, in degrees
+VALIDATION, TEST, ENSEMBLES, PATHS, ATTACKS, ROTATION, SHOWN = range(1, 8)  # seeds of evaluation
+LOG_ROWS = 20  # in a run's log: as many validations
+SAVE_SECONDS = 120  # of training that a killed run loses at most
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for those that depend on other flags: their help names them."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def positive(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return float(text)
-
-
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        prog=f"{NAME}.py",
-        description=__doc__.splitlines()[0],
-        formatter_class=Help,
-    )
-    add = parser.add_argument
-    add("--model", choices=["hypernet", "mnfg"], default="hypernet", help="method or baseline")
-    add("--recipe", choices=["ours", "paper"], default="ours", help="start and learning rates")
-    add("--steps", type=count, help="training steps; 3000, mnfg 55000, the paper's recipe 13000")
-    add("--lr", type=positive, help="of Adam; 2e-3, for mnfg 1e-3, for the paper's recipe 3e-4")
-    add("--lam", type=positive, help="weight of accuracy; 1e3, for mnfg the number of images")
-    add("--batch", type=count, help="samples of z, that is networks, in a step; 32, for mnfg 4")
-    add("--images", type=count, default=32, help="images per network in a step")
-    add("--shift", type=int, help="pixels that training images move at most; 1, paper's recipe 0")
-    add("--seed", type=int, default=0, help="random seed")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
+    add, recipes = parser.add_argument, list(RECIPES)
+    add("--runs", dest="recipes", nargs="+", choices=recipes, default=recipes, help="all if absent")
+    add("--steps", type=int, help="of training; the recipe's unless given, as all that follow")
+    add("--lr", type=float, help="rate of Adam")
+    add("--lam", type=float, help="weight of accuracy against diversity")
+    add("--networks", type=int, help="in a step: samples of z")
+    add("--images", type=int, help="in a step, for each network")
+    add("--seed", type=int, help="of all random numbers of training")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=["cpu", "cuda"], default=device, help=f"here: {device}")
     add("--data", type=Path, default=Path("data"), help="folder of MNIST; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without MNIST")
-    add("--out", type=Path, help=f"folder for all results; runs/{NAME}[_mnfg, _analysis, _compare]")
-    add("--resume", action="store_true", help="go on with the run in --out")
-    add("--checkpoint", type=Path, help="analyse this trained hypernetwork, without training")
-    add("--compare", type=Path, nargs="+", metavar="RUN", help="draw finished runs side by side")
-    add("--validate-every", type=count, help="steps between two validations; 250, for mnfg 2500")
-    add("--networks", type=count, help="networks to test; 4000 on CUDA, 400 on the CPU")
-    add("--ensembles", type=count, default=20, help="ensembles, drawn from these networks")
-    add("--ensemble-size", type=count, default=200, help="networks in an ensemble")
-    add("--pca-samples", type=count, default=3000, help="networks in the PCA figures")
-    add("--path-pairs", type=count, default=10, help="pairs of networks joined by paths")
-    add("--path-images", type=count, help="test images along paths; all on CUDA, 1000 on the CPU")
-    add("--attacked-images", type=count, help="images to attack; all on CUDA, 500 on the CPU")
-    add("--attacked-ensemble", type=count, default=100, help="networks in the attacked ensemble")
-    add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
+    add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
+    add("--quick", action="store_true", help=f"small costs, at most {QUICK | COSTS['quick']}")
     args = parser.parse_args(argv)
-    if args.quick:
-        parser.set_defaults(**QUICK)
-        args = parser.parse_args(argv)
+    for name in ("steps", "lr", "lam", "networks", "images"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"argument --{name}: {value} is not a positive number")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device; use --device cpu, or install CUDA")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(f"device: {args.device}")
-    cuda, paper, mnfg = args.device == "cuda", args.recipe == "paper", args.model == "mnfg"
-    suffix = "_analysis" if args.checkpoint else "_compare" if args.compare else "_mnfg" * mnfg
-    defaults = dict(
-        out=Path("runs") / (NAME + suffix),
-        steps=55000 if mnfg else 13000 if paper else 3000,
-        batch=4 if mnfg else 32,
-        validate_every=2500 if mnfg else 250,
-        lr=1e-3 if mnfg else 3e-4 if paper else 2e-3,
-        shift=0 if paper else 1,
-        lam=1e3 if not mnfg else 2000.0 if args.fake_data else 55000.0,
-        networks=4000 if cuda else 400,
-        path_images=10000 if cuda else 1000,
-        attacked_images=10000 if cuda else 500,
-    )
-    for name, value in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.batch < 2:
-        parser.error("--batch must be at least 2: entropy needs a nearest other sample")
-    if args.shift < 0:
-        parser.error("--shift cannot be negative")
-    if args.networks < 2:
-        parser.error("--networks must be at least 2, to see how far they disagree")
-    if args.checkpoint and not args.checkpoint.is_file():
-        parser.error(f"--checkpoint {args.checkpoint}: no such file")
-    if args.ensemble_size > args.networks:
-        parser.error("--ensemble-size cannot exceed --networks, from which ensembles are drawn")
-    for folder in args.compare or ():
-        if not (folder / "metrics.json").exists() or not (folder / "hypernet.pt").exists():
-            parser.error(f"--compare {folder}: no metrics.json or no hypernet.pt there")
-    if args.pca_samples < 25:
-        parser.error("--pca-samples must be at least 25, the number of filters shown")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "config.json").touch()
-    except OSError as error:
-        parser.error(f"--out {args.out}: cannot write there ({error.strerror})")
+        parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
+    if args.networks == 1:
+        parser.error("argument --networks: diversity needs at least 2, to have a nearest other")
+    args.runs = [settings(args, recipe) for recipe in args.recipes]
     return args
+
+
+def settings(args: argparse.Namespace, recipe: str) -> argparse.Namespace:
+    """A recipe with what the command overrides; its name says so."""
+    flags = ("steps", "lr", "lam", "networks", "images", "seed")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    values = RECIPES[recipe]
+    quick = {name: min(most, values[name]) for name, most in QUICK.items() if args.quick}
+    words = [f"{name}{value:g}" for name, value in given.items()]
+    words += ["quick"] * args.quick + ["fake"] * args.fake_data
+    c = argparse.Namespace(script=NAME, recipe=recipe, **values | quick | given)
+    c.fake_data, c.name = args.fake_data, "_".join([recipe, *words])
+    return c
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -157,43 +117,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     """Images (B, 1, 28, 28) in [0, 1] and labels (B,) of the splits train, val and test, all on the
     training device: 55,000, 5,000 and 10,000 of MNIST."""
-    if args.fake_data:
-        x, y = (part.split([2000, 500, 500]) for part in fake_data(3000))
-        splits = dict(zip(("train", "val", "test"), zip(x, y)))
+    if args.fake_data:  # a smooth random pattern for each class, moved by two pixels, and noise
+        generator = torch.Generator().manual_seed(0)
+        patterns = torch.randn(10, 1, 7, 7, generator=generator)
+        patterns = F.interpolate(patterns, 28, mode="bicubic", align_corners=False)
+        (x,), (y,) = draw(F.pad(patterns, [2] * 4), torch.arange(10), (1, 3000), generator)
+        x = (0.6 * x + 0.1 * torch.randn(x.shape, generator=generator)).clamp(0, 1)
+        (x, x_test), (y, y_test) = x.split([2500, 500]), y.split([2500, 500])
     else:
         try:
             train, test = (datasets.MNIST(args.data, train=t, download=True) for t in (True, False))
         except Exception as error:
-            sys.exit(
-                f"no MNIST in {args.data} and no download ({type(error).__name__}): put its four "
-                f"*-ubyte files into {args.data}/MNIST/raw, or try the code with --fake-data"
-            )
-        (x, y), (x_test, y_test) = (
-            (split.data[:, None].float() / 255, split.targets) for split in (train, test)
-        )
-        splits = dict(train=(x[5000:], y[5000:]), val=(x[:5000], y[:5000]), test=(x_test, y_test))
+            remedy = f"put its four *-ubyte files in {args.data}/MNIST/raw, or try --fake-data"
+            sys.exit(f"no MNIST and no download ({type(error).__name__}): {remedy}")
+        x, x_test = (split.data[:, None].float() / 255 for split in (train, test))
+        y, y_test = train.targets, test.targets
+    n = len(x) // 12
+    splits = dict(train=(x[n:], y[n:]), val=(x[:n], y[:n]), test=(x_test, y_test))
     return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
 
 
-def shifted_windows(x: Tensor, shift: int) -> Tensor:
-    """(B, 1, 28, 28) -> (B, s, s, 1, 28, 28): every image in all s = 2 * shift + 1 positions per
-    direction. A view of the padded images, so that it costs no more memory than they do."""
-    windows = F.pad(x, [shift] * 4).unfold(2, 28, 1).unfold(3, 28, 1)  # (B, 1, s, s, 28, 28)
-    return windows.permute(0, 2, 3, 1, 4, 5)
-
-
-def fake_data(number: int) -> tuple[Tensor, Tensor]:
-    """Ten smooth random patterns, shifted by up to two pixels, plus noise."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.randn(10, 1, 7, 7, generator=generator)
-    patterns = F.interpolate(patterns, 28, mode="bicubic", align_corners=False)
-    windows = shifted_windows(patterns, 2)
-    y, row, column = (torch.randint(k, (number,), generator=generator) for k in windows.shape[:3])
-    noise = torch.randn(number, 1, 28, 28, generator=generator)
-    return (0.6 * windows[y, row, column] + 0.1 * noise).clamp(0, 1), y
+def draw(padded: Tensor, y: Tensor, shape: tuple, generator) -> tuple[Tensor, Tensor]:
+    """Random crops (N, B, 1, 28, 28) of padded images, and labels (N, B)."""
+    crops = padded.unfold(2, 28, 1).unfold(3, 28, 1)  # a view: all s * s crops of each image
+    index, row, column = (
+        torch.randint(n, shape, device=y.device, generator=generator)
+        for n in (len(crops), *crops.shape[2:4])
+    )
+    return crops[index, :, row, column], y[index]
 
 
 # ---- Target network ------------------------------------------------------------------------------
+
 
 SHAPES = [(32, 26), (16, 801), (8, 785), (10, 9)]  # (F, K + 1) of its layers: 20,018 weights
 
@@ -208,11 +163,6 @@ def target_network(x: Tensor, theta: list[Tensor]) -> Tensor:
 
 def flat(theta: list[Tensor]) -> Tensor:
     return torch.cat([filters.flatten(1) for filters in theta], dim=1)  # (N, D)
-
-
-def unflat(vectors: Tensor) -> list[Tensor]:
-    parts = vectors.split([f * k for f, k in SHAPES], dim=1)
-    return [part.unflatten(1, shape) for part, shape in zip(parts, SHAPES)]
 
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
@@ -231,25 +181,26 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class Hypernetwork(nn.Module):
-    """G: noise z (N, 300) -> weights of N target networks, a list of (N, F, K + 1), gauge fixed.
+    """G: noise z (N, Z) -> weights of N target networks, a list of (N, F, K + 1), gauge fixed.
 
-    recipe "paper": 633,640 parameters, as printed. Any two z then start as unrelated networks.
-    recipe "ours": 855 more. The codes of E get a random bias and depend on z only weakly at first,
-    so that all networks begin as near-copies of one, which is learned fast, and then spread.
+    `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
+    has: F, one for each filter, or 1 for the whole layer; `widths` are the hidden widths of the
+    layers' weight generators. start "copies": codes have a random bias and depend on z only weakly
+    at first, so that all networks begin as near-copies of one, which is learned fast, and then
+    spread; "random", the paper's: no bias, and any two z begin as unrelated networks.
     """
 
-    noise_size = 300
-    codes = [32, 16, 8, 1]  # per layer: a code for each filter, but one for the whole last layer
-    code_size = 15
+    noise_size, code_size = 300, 15
 
-    def __init__(self, recipe: str = "ours"):
+    def __init__(self, shapes, codes, widths, start: str = "copies"):
         super().__init__()
-        self.extractor = mlp(self.noise_size, 300, 300, self.code_size * sum(self.codes))
+        self.shapes, self.codes = shapes, codes
+        self.extractor = mlp(self.noise_size, 300, 300, self.code_size * sum(codes))
         self.generators = nn.ModuleList(
-            mlp(self.code_size, width, width, f * k // codes)
-            for width, (f, k), codes in zip((40, 100, 100, 60), SHAPES, self.codes)
+            mlp(self.code_size, width, width, f * k // n)
+            for width, (f, k), n in zip(widths, shapes, codes, strict=True)
         )
-        if recipe == "ours":
+        if start == "copies":
             last = self.extractor[-1]
             last.bias = nn.Parameter(torch.randn(last.out_features))
             nn.init.normal_(last.weight, std=0.2 / last.in_features**0.5)
@@ -259,629 +210,17 @@ class Hypernetwork(nn.Module):
         return torch.rand(n, self.noise_size, device=device, generator=generator) * 2 - 1
 
     def forward(self, z: Tensor) -> list[Tensor]:
-        """Weights as trained and analysed: gauge fixed."""
         codes = self.extractor(z).unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
         theta = [
             generator(code.flatten(0, 1)).view(len(z), *shape)  # one row per code: a filter
-            for generator, code, shape in zip(self.generators, codes, SHAPES)
+            for generator, code, shape in zip(self.generators, codes, self.shapes)
         ]
         return fix_gauge(theta)
 
-    def draw(self, n: int) -> tuple[list[Tensor], Tensor]:
-        """n networks to train on, and how diverse they are."""
-        theta = self(self.noise(n))
+    def theta_and_entropy(self, z: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What a training step needs: N networks, and how diverse they are."""
+        theta = self(z)
         return theta, knn_entropy(flat(theta), dim=self.noise_size)
-
-
-@torch.no_grad()
-def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """The weights of n networks. In inference mode a network depends on its own noise alone."""
-    return model.eval()(model.noise(n, generator))
-
-
-# ---- Training ------------------------------------------------------------------------------------
-
-
-def training_step(model: nn.Module, x: Tensor, y: Tensor, lam: float) -> tuple[Tensor, ...]:
-    """Images (N, B, 1, 28, 28), labels (N, B): network n sees batch n."""
-    theta, entropy = model.draw(len(x))
-    logits = each_network(target_network, x, theta)  # (N, B, 10)
-    loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    loss = lam * loss_acc - entropy
-    acc = (logits.argmax(dim=-1) == y).float().mean()
-    return loss, loss_acc, entropy, acc
-
-
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    if args.recipe == "paper":
-        return args.lr * 0.99998**step
-    warm_up = min(200, args.steps // 5 + 1)
-    return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
-
-
-SETTINGS = "model recipe steps lr lam batch images shift seed fake_data"
-
-
-def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[dict], float]:
-    """Returns the trained model, its log and the seconds it took."""
-    torch.manual_seed(args.seed)
-    model = make_model(settings(args)).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
-    file, first, log, seconds = args.out / "checkpoint.pt", 0, [], 0.0
-    state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
-    if state and not args.resume:
-        sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first, log, seconds = state["step"], state["log"], state["seconds"]
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
-        print(f"resuming at step {first} of {args.steps}")
-
-    (args.out / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
-
-    windows, y = shifted_windows(data["train"][0], args.shift), data["train"][1]
-    start = time.perf_counter() - seconds
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2)
-    for step in bar:
-        model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        index, row, column = (
-            torch.randint(k, (args.batch, args.images), device=y.device) for k in windows.shape[:3]
-        )
-        x = windows[index, row, column]  # (N, B, 1, 28, 28): different images for each network
-        loss, loss_acc, entropy, acc = training_step(model, x, y[index], args.lam)
-        optimizer.zero_grad()
-        loss.backward()
-        # Rare spikes of the gradient can kill every network for good; they are cut at 5 lam.
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)
-        optimizer.step()
-
-        done, last = step + 1, step + 1 == args.steps
-        if done % LOG_EVERY == 0 or last:
-            row = dict(step=done, loss=loss, loss_acc=loss_acc, entropy=entropy, acc=acc)
-            row = {name: value if name == "step" else value.item() for name, value in row.items()}
-            if not math.isfinite(row["loss"] + norm.item()):
-                good = f"; {file} is the last good checkpoint" if file.exists() else ""
-                sys.exit(f"step {done}: the loss is not finite; try a smaller --lr{good}")
-            log.append(row)
-            bar.set_postfix({name: f"{row[name]:.4g}" for name in ("loss", "acc", "entropy")})
-        if done % args.validate_every == 0 or last:
-            row = validate(model, *data["val"])
-            log.append(dict(step=done) | row)
-            numbers = (f"{name[4:]} {value:.4f}" for name, value in row.items())
-            bar.write(f"step {done}: " + ", ".join(numbers))
-        if done % CHECKPOINT_EVERY == 0 or last:
-            seconds = time.perf_counter() - start
-            content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
-            content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-            content |= dict(rng=torch.get_rng_state(), cuda_rng=None)
-            if args.device == "cuda":
-                content["cuda_rng"] = torch.cuda.get_rng_state()
-            save(content, file)
-            write_log(log, args.out / "log.csv")
-    save(dict(settings=settings(args), model=model.state_dict()), args.out / "hypernet.pt")
-    return model, log, seconds
-
-
-def make_model(settings: dict) -> nn.Module:
-    return MNFG() if settings["model"] == "mnfg" else Hypernetwork(settings["recipe"])
-
-
-def settings(args: argparse.Namespace) -> dict:
-    return {name: getattr(args, name) for name in SETTINGS.split()}
-
-
-def save(content: dict, file: Path) -> None:
-    """Written beside the file and then renamed: a run that dies never leaves half a file."""
-    temporary = file.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, file)
-
-
-def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
-    """With `args`, the checkpoint must have been made with the same settings."""
-    try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        theirs = state["settings"]
-        make_model(theirs).load_state_dict(state["model"])
-    except Exception as error:
-        sys.exit(f"{file} is missing, damaged or not from this script ({type(error).__name__})")
-    for name, value in settings(args).items() if args else ():
-        if theirs.get(name) != value:
-            flag = name.replace("_", "-")
-            remedy = "use that or another --out, or remove the file"
-            sys.exit(f"{file} has --{flag} {theirs.get(name)}, not {value}: {remedy}")
-    return state
-
-
-def load(file: str | Path, device: str = "cpu") -> nn.Module:
-    """A trained model, ready to `sample`."""
-    state = load_checkpoint(Path(file))
-    model = make_model(state["settings"])
-    model.load_state_dict(state["model"])
-    return model.to(device).eval()
-
-
-def write_log(log: list[dict], file: Path) -> None:
-    names = list(dict.fromkeys(name for row in log for name in row))
-    with open(file, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, names)
-        writer.writeheader()
-        writer.writerows(log)
-
-
-# ---- Evaluation ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def predict(theta: list[Tensor], x: Tensor, images: int | None = None) -> Tensor:
-    """Probabilities (N, B, 10) of N networks on the same images (B, 1, 28, 28), `images` at a time
-    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
-    images = images or (250 if x.device.type == "cpu" else max(1, 10000 // len(theta[0])))
-    logits = [
-        each_network(target_network, part.expand(len(theta[0]), *part.shape), theta)
-        for part in x.split(images)
-    ]
-    return torch.cat(logits, dim=1).softmax(dim=-1)
-
-
-def vote_counts(votes: Tensor) -> Tensor:
-    """Votes (N, B) of N networks -> how many voted for each class (B, 10)."""
-    return torch.stack([(votes == c).sum(dim=0) for c in range(10)], dim=-1)
-
-
-def majority(votes: Tensor) -> Tensor:
-    """(N, B) -> (B,); ties go to the smallest class."""
-    return vote_counts(votes).argmax(dim=-1)
-
-
-def disagreement(votes: Tensor) -> float:
-    """How often two different networks of (N, B) votes give different answers, over all pairs."""
-    n, counts = len(votes), vote_counts(votes)
-    same_pairs = (counts * (counts - 1)).sum(dim=-1) / (n * (n - 1))
-    return 1 - same_pairs.mean().item()
-
-
-def accuracy(predicted: Tensor, y: Tensor) -> Tensor:
-    return (predicted == y).float().mean(dim=-1)
-
-
-@torch.no_grad()
-def validate(model: nn.Module, x: Tensor, y: Tensor, networks: int = 10) -> dict:
-    """The same z every time. Entropy is estimated from 200 networks, as the authors did."""
-    generator = torch.Generator(x.device).manual_seed(1)
-    theta = sample(model, 200, generator)
-    probabilities = predict([filters[:networks] for filters in theta], x)
-    votes = probabilities.argmax(dim=-1)
-    single = accuracy(votes, y)
-    return dict(
-        val_mean=single.mean().item(),
-        val_min=single.min().item(),
-        val_max=single.max().item(),
-        val_majority=accuracy(majority(votes), y).item(),
-        val_mean_probability=accuracy(probabilities.mean(dim=0).argmax(dim=-1), y).item(),
-        val_entropy=knn_entropy(flat(theta), Hypernetwork.noise_size).item(),  # for any model
-        val_disagreement=disagreement(votes),
-    )
-
-
-def reliability(probabilities: Tensor, y: Tensor) -> Tensor:
-    """(B, 10) -> (3, 15): images, their confidence and their hits, in 15 bins of confidence."""
-    confidence, predicted = probabilities.max(dim=-1)
-    bins = (confidence * 15).long().clamp(max=14)
-    sums = (torch.ones_like(confidence), confidence, (predicted == y).float())
-    return torch.stack([confidence.new_zeros(15).index_add(0, bins, s) for s in sums])
-
-
-def calibration_error(bins: Tensor) -> Tensor:
-    """Expected calibration error: mean distance of confidence and accuracy, weighted by images."""
-    return (bins[1] - bins[2]).abs().sum() / bins[0].sum()
-
-
-def nll(probabilities: Tensor, y: Tensor) -> Tensor:
-    return F.nll_loss(probabilities.clamp_min(1e-12).log(), y)
-
-
-def test_networks(model: nn.Module, x: Tensor, y: Tensor, args: argparse.Namespace) -> dict:
-    """Draw many networks, ten at a time, and keep only their votes (one byte per image) and running
-    sums of their probabilities. Every `ensemble_size` networks in a row are one ensemble of mean
-    probabilities; the ensembles of the majority vote are drawn from all networks at random."""
-    generator = torch.Generator(x.device).manual_seed(2)
-    size, votes, singles, ensembles, curves = args.ensemble_size, [], [], [], []
-    single_bins = ensemble_bins = 0
-    for first in tqdm(range(0, args.networks, 10), desc="testing networks"):
-        theta = sample(model, min(10, args.networks - first), generator)
-        for member, probabilities in enumerate(predict(theta, x), start=first):
-            votes.append(probabilities.argmax(dim=-1).byte())
-            bins = reliability(probabilities, y)
-            single_bins = single_bins + bins
-            singles.append(torch.stack([nll(probabilities, y), calibration_error(bins)]))
-            if member % size == 0:
-                total, curve = 0, []
-            total, members = total + probabilities, member % size + 1
-            if members in SIZES:
-                curve.append(accuracy(total.argmax(dim=-1), y))
-            if members == size:
-                bins = reliability(total / size, y)
-                ensemble_bins = ensemble_bins + bins
-                ensembles.append(torch.stack([nll(total / size, y), calibration_error(bins)]))
-                curves.append(torch.stack(curve))
-    votes = torch.stack(votes)  # (networks, B)
-
-    torch.manual_seed(3)
-    number = args.ensembles
-    if args.networks >= number * size:  # no network in two ensembles
-        groups = torch.randperm(args.networks)[: number * size].view(number, size)
-    else:
-        groups = torch.stack([torch.randperm(args.networks)[:size] for _ in range(number)])
-    sizes = [k for k in SIZES if k <= size]
-    by_size = torch.tensor(
-        [[accuracy(majority(votes[g[:k]]), y) for k in sizes] for g in groups.to(x.device)]
-    )
-    by_majority = torch.stack([accuracy(majority(votes[g]), y) for g in groups.to(x.device)])
-    single = accuracy(votes, y)
-    single_nll, single_ece = torch.stack(singles).mean(dim=0).tolist()
-    ensemble_nll, ensemble_ece = torch.stack(ensembles).mean(dim=0).tolist()
-    return dict(
-        networks=args.networks,
-        single_mean=single.mean().item(),
-        single_std=single.std(correction=0).item(),
-        single_min=single.min().item(),
-        single_max=single.max().item(),
-        majority_mean=by_majority.mean().item(),
-        majority_std=by_majority.std(correction=0).item(),
-        ensembles_overlap=args.networks < number * size,
-        ensembles=number,
-        ensemble_size=size,
-        disagreement=disagreement(votes),
-        sizes=sizes,
-        majority_by_size=by_size.mean(dim=0).tolist(),
-        mean_probability_by_size=torch.stack(curves).mean(dim=0).tolist(),
-        calibration=dict(
-            single_nll=single_nll,
-            single_error=single_ece,
-            ensemble_nll=ensemble_nll,
-            ensemble_error=ensemble_ece,
-            single_bins=single_bins.tolist(),
-            ensemble_bins=ensemble_bins.tolist(),
-        ),
-        accuracies=[round(a, 4) for a in single.tolist()],
-    )
-
-
-def paths(model: nn.Module, x: Tensor, y: Tensor, pairs: int, points: int = 40) -> dict:
-    """Accuracy from network 2 to network 1: straight between their gauged weights, or through z."""
-    generator = torch.Generator(x.device).manual_seed(4)
-    t = torch.linspace(0, 1, points, device=x.device)[:, None]
-    curves = dict(direct=[], interpolated=[])
-    for _ in tqdm(range(pairs), desc="walking paths"):
-        z1, z2 = model.noise(2, generator)
-        with torch.no_grad():
-            interpolated = model.eval()(z1 * t + z2 * (1 - t))
-        ends = flat(interpolated)
-        direct = unflat(ends[-1] * t + ends[0] * (1 - t))
-        for name, theta in dict(direct=direct, interpolated=interpolated).items():
-            curves[name].append(accuracy(predict(theta, x).argmax(dim=-1), y))
-    result = dict(pairs=pairs, images=len(x))
-    for name, accs in curves.items():
-        accs = torch.stack(accs)  # (pairs, points)
-        worse_end = torch.minimum(accs[:, 0], accs[:, -1])
-        result[name] = accs.tolist()
-        result[f"{name}_dip"] = (worse_end - accs.amin(dim=1)).mean().item()
-    return result
-
-
-def fast_gradient(theta: list[Tensor], x: Tensor, target: Tensor) -> Tensor:
-    """The sign of the gradient of log p(target | x) of ONE network: which way to change x."""
-    x = x.clone().requires_grad_()
-    log_p = target_network(x[None], theta)[0].log_softmax(dim=-1)
-    return torch.autograd.grad(log_p[torch.arange(len(x)), target].sum(), x)[0].sign()
-
-
-def adversarial(model: nn.Module, x: Tensor, y: Tensor, members: int) -> dict:
-    """Fool one network into a random wrong class with x + epsilon * sign, unclipped, then show the
-    images to an ensemble. Paper: a new network and ensemble per image. Here: per 100 images."""
-    generator = torch.Generator(x.device).manual_seed(5)
-    hits = torch.zeros(4, len(EPSILONS), device=x.device)
-    attacked = 0
-    for part_x, part_y in zip(tqdm(x.split(100), desc="attacking"), y.split(100)):
-        one, ensemble = sample(model, 1, generator), sample(model, members, generator)
-        right = predict(one, part_x)[0].argmax(dim=-1) == part_y  # attack what it gets right
-        part_x, part_y = part_x[right], part_y[right]
-        if not right.any():
-            continue
-        shift = torch.randint(1, 10, part_y.shape, device=x.device, generator=generator)
-        target = (part_y + shift) % 10
-        sign = fast_gradient(one, part_x, target)
-        images = torch.cat([part_x + epsilon * sign for epsilon in EPSILONS])
-        for i, theta in enumerate((one, ensemble)):
-            answer = majority(predict(theta, images).argmax(dim=-1)).view(len(EPSILONS), -1)
-            hits[2 * i] += (answer != part_y).sum(dim=1)
-            hits[2 * i + 1] += (answer == target).sum(dim=1)
-        attacked += len(part_x)
-    names = ["single_fooled", "single_target", "ensemble_fooled", "ensemble_target"]
-    rates = dict(zip(names, (hits / max(1, attacked)).tolist()))
-    return dict(images=attacked, ensemble_size=members, epsilons=EPSILONS, **rates)
-
-
-def rotation(model: nn.Module, x: Tensor, members: int) -> dict:
-    """Predictive entropy of the digit x (1, 28, 28), turned by 0 to 180 degrees."""
-    angles = torch.arange(0, 181, 10, device=x.device)
-    cos, sin = torch.deg2rad(angles).cos(), torch.deg2rad(angles).sin()
-    zero = torch.zeros_like(cos)
-    turns = torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3)
-    grid = F.affine_grid(turns, (len(angles), 1, 28, 28), align_corners=False)
-    images = F.grid_sample(x.expand(len(angles), -1, -1, -1), grid, align_corners=False)
-    generator = torch.Generator(x.device).manual_seed(6)
-    probabilities = predict(sample(model, members, generator), images)  # (N, angles, 10)
-    mean = probabilities.mean(dim=0)
-    return dict(
-        angles=angles.tolist(),
-        members=members,
-        single_entropy=torch.special.entr(probabilities).sum(dim=-1).mean(dim=0).tolist(),
-        ensemble_entropy=torch.special.entr(mean).sum(dim=-1).tolist(),
-        ensemble_answer=mean.argmax(dim=-1).tolist(),
-        images=images[:, 0].tolist(),
-    )
-
-
-def pca(samples: Tensor, components: int = 6) -> tuple[Tensor, Tensor]:
-    """(N, D) -> scores (N, components), and their shares of the variance. By the eigenvectors of
-    the smaller of the two products X X^T and X^T X."""
-    centred = samples - samples.mean(dim=0)
-    if len(centred) < centred.shape[1]:
-        values, vectors = torch.linalg.eigh(centred @ centred.T)
-        scores = vectors * values.clamp_min(0).sqrt()
-    else:
-        values, vectors = torch.linalg.eigh(centred.T @ centred)
-        scores = centred @ vectors
-    return scores.flip(1)[:, :components], (values.flip(0) / values.sum())[:components]
-
-
-# ---- Figures -------------------------------------------------------------------------------------
-
-
-def plot_training(log: list[dict]) -> Figure:
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    rows = [row for row in log if "val_mean" in row]
-    steps = [row["step"] for row in rows]
-    labels = dict(
-        mean="mean of ten networks", majority="their majority vote", min="worst", max="best"
-    )
-    for name, label in labels.items():
-        style = "o-" if name in ("mean", "majority") else ":"
-        left.plot(steps, [100 * row[f"val_{name}"] for row in rows], style, label=label)
-    bottom = min(97, 100 * rows[-1]["val_min"] - 2)
-    left.set(xlabel="training step", ylabel="validation accuracy (%)", ylim=(bottom, 100))
-    left.legend()
-    right.plot(steps, [row["val_entropy"] for row in rows], "o-", color="C4")
-    right.set(xlabel="training step", ylabel="entropy of the weights (nats)")
-    return figure
-
-
-def plot_histogram(runs: list[dict]) -> Figure:
-    """Test accuracies of generated networks, one panel for each run."""
-    figure = Figure(figsize=(5.2 * len(runs), 3.6), layout="constrained")
-    for ax, run in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs):
-        accs = [100 * a for a in run["tested"]["accuracies"]]
-        low = min(97, math.floor(sorted(accs)[len(accs) // 100]))  # hides at most one in a hundred
-        high = max(99.6, max(accs))
-        ax.hist(accs, bins=[low + (high - low) * i / 52 for i in range(53)])
-        vote = 100 * run["tested"]["majority_mean"]
-        size = run["tested"]["ensemble_size"]
-        ax.axvline(vote, color="C1", ls="--", label=f"majority of {size}: {vote:.2f} %")
-        below = sum(a < low for a in accs)
-        note = f"\n({below} below {low} % not shown)" if below else ""
-        ax.set(xlabel="test accuracy (%)", ylabel="number of networks", xlim=(low, high))
-        ax.set_title(f"{run['title']}, {len(accs)} networks{note}", fontsize=11)
-        ax.legend(loc="upper left")
-    return figure
-
-
-def plot_filters(theta: list[Tensor]) -> Figure:
-    """25 samples of one slice of a filter, for four filters."""
-    slices = {
-        "layer 1, filter 1": theta[0][:, 0, :25].unflatten(1, (5, 5)),
-        "layer 1, filter 2": theta[0][:, 1, :25].unflatten(1, (5, 5)),
-        "layer 2, filter 1, channel 1": theta[1][:, 0, :25].unflatten(1, (5, 5)),
-        "layer 3, neuron 1, channel 1": theta[2][:, 0, :49].unflatten(1, (7, 7)),
-    }
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    for ax, (title, images) in zip(figure.subplots(1, 4), slices.items()):
-        tiles = F.pad(images[:25].cpu(), (0, 1, 0, 1), value=torch.nan).unflatten(0, (5, 5))
-        mosaic = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
-        reach = images[:25].abs().quantile(0.98).item()  # one wild sample must not pale the rest
-        shown = ax.imshow(mosaic, cmap="RdBu", vmin=-reach, vmax=reach)
-        ax.set_title(title, fontsize=11)
-        ax.axis("off")
-        figure.colorbar(shown, ax=ax, shrink=0.8)
-    figure.suptitle("25 samples of one filter slice each (weights after gauge fixing)")
-    return figure
-
-
-def plot_pca(samples: Tensor, title: str) -> Figure:
-    scores, shares = pca(samples)
-    scores, k = scores.cpu(), scores.shape[1]
-    figure = Figure(figsize=(8, 8), layout="constrained")
-    axes = figure.subplots(k, k, sharex="col")
-    for i in range(k):
-        for j in range(k):
-            ax = axes[i][j]
-            if i == j:
-                ax.hist(scores[:, i], bins=40)
-            else:
-                ax.plot(scores[:, j], scores[:, i], ".", markersize=1, alpha=0.4)
-            ax.set(xticks=[], yticks=[])
-        axes[-1][i].set_xlabel(f"PC {i + 1} ({100 * shares[i]:.0f} %)")
-        axes[i][0].set_ylabel(f"PC {i + 1}")
-    figure.suptitle(f"{title}: {len(scores)} samples, share of the variance in brackets")
-    return figure
-
-
-def plot_paths(runs: list[dict], pairs: int = 3) -> Figure:
-    """Accuracy along paths between two networks: one row for each run, one column for each pair."""
-    figure = Figure(figsize=(3.6 * pairs, 3 * len(runs)), layout="constrained")
-    axes = figure.subplots(len(runs), pairs, sharey="row", squeeze=False)
-    for row, run in zip(axes, runs):
-        for i, ax in enumerate(row[: run["paths"]["pairs"]]):
-            for name, style in (("interpolated", "-"), ("direct", "--")):
-                accs = [100 * a for a in run["paths"][name][i]]
-                t = [k / (len(accs) - 1) for k in range(len(accs))]
-                ax.plot(t, accs, style, label=f"{name} path")
-            ax.set(xlabel="t, from G(z2) to G(z1)", title=f"{run['title']}, pair {i + 1}")
-        row[0].set_ylabel(f"accuracy (%) on {run['paths']['images']} images")
-        row[0].legend()
-    return figure
-
-
-def plot_ensembles(tested: dict) -> Figure:
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
-    ax = figure.subplots()
-    for name in ("majority", "mean_probability"):
-        accs = [100 * a for a in tested[f"{name}_by_size"]]
-        ax.plot(tested["sizes"], accs, "o-", label=name.replace("_", " "))
-    ax.set(xscale="log", xlabel="networks in the ensemble", ylabel="test accuracy (%)")
-    ax.legend()
-    return figure
-
-
-def plot_adversarial(runs: list[dict]) -> Figure:
-    """How often adversarial examples succeed: one row for each run, one column per criterion."""
-    figure = Figure(figsize=(9, 3.2 * len(runs)), layout="constrained")
-    titles = dict(fooled="misclassified", target="taken for the attacker's target")
-    for row, run in zip(figure.subplots(len(runs), 2, sharey=True, squeeze=False), runs):
-        result = run["adversarial"]
-        for ax, (criterion, title) in zip(row, titles.items()):
-            for kind, style in (("single", "--"), ("ensemble", "-")):
-                members = result["ensemble_size"]
-                label = "the attacked network" if kind == "single" else f"ensemble of {members}"
-                ax.plot(result["epsilons"], result[f"{kind}_{criterion}"], style, label=label)
-            ax.set(xlabel="epsilon (1 = white - black)", ylim=(0, 1))
-            ax.set_title(f"{run['title']}: {title}", fontsize=11)
-        row[0].set_ylabel(f"share of {result['images']} images")
-        row[0].legend()
-    return figure
-
-
-def plot_calibration(calibration: dict) -> Figure:
-    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
-    ax = figure.subplots()
-    ax.plot([0, 1], [0, 1], ":", color="grey", label="perfect")
-    for kind in ("single", "ensemble"):
-        images, confidence, hits = torch.tensor(calibration[f"{kind}_bins"])
-        full = images > 0
-        label = f"{kind}: error {100 * calibration[f'{kind}_error']:.2f} %"
-        ax.plot((confidence / images)[full], (hits / images)[full], "o-", label=label)
-    ax.set(xlabel="confidence", ylabel="accuracy", title="reliability on the test set")
-    ax.legend()
-    return figure
-
-
-def plot_rotation(result: dict) -> Figure:
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    digits, ax = figure.subplots(2, 1, height_ratios=[1, 4])
-    digits.imshow(
-        torch.cat(list(torch.tensor(result["images"])), dim=1), cmap="gray_r", aspect="auto"
-    )
-    digits.axis("off")
-    for kind in ("single", "ensemble"):
-        label = "one network (mean)" if kind == "single" else f"ensemble of {result['members']}"
-        ax.plot(result["angles"], result[f"{kind}_entropy"], "o-", label=label)
-    for angle, answer in zip(result["angles"], result["ensemble_answer"]):
-        ax.text(angle, -0.16, str(answer), ha="center", fontsize=9)
-    ax.set(xlabel="rotation (degrees); small digits: the ensemble's answer")
-    ax.set(ylabel="predictive entropy (nats)", ylim=(-0.25, 2.35), xlim=(-5, 185))
-    ax.legend(loc="upper left")
-    return figure
-
-
-def analyse(model: nn.Module, data: dict, args: argparse.Namespace, title: str) -> dict:
-    """All analyses of the paper and a few more: figures into --out, numbers returned."""
-    x, y = data["test"]
-    generator = torch.Generator(x.device).manual_seed(7)
-    theta = sample(model, args.pca_samples, generator)
-    six = x[(y == 6).nonzero()[0, 0]]
-    rotated = rotation(model, six, args.ensemble_size)
-    run = dict(
-        title=title,
-        tested=test_networks(model, x, y, args),
-        paths=paths(model, x[: args.path_images], y[: args.path_images], args.path_pairs),
-        adversarial=adversarial(
-            model, x[: args.attacked_images], y[: args.attacked_images], args.attacked_ensemble
-        ),
-        variance_shares=pca(flat(theta))[1].tolist(),
-        rotation={name: value for name, value in rotated.items() if name != "images"},
-    )
-    figures = dict(
-        histogram=plot_histogram([run]),
-        ensembles=plot_ensembles(run["tested"]),
-        calibration=plot_calibration(run["tested"]["calibration"]),
-        paths=plot_paths([run]),
-        adversarial=plot_adversarial([run]),
-        rotation=plot_rotation(rotated),
-        filters=plot_filters(theta),
-        pca_network=plot_pca(flat(theta), "whole network"),
-    )
-    for i, filters in enumerate(theta, start=1):
-        figures[f"pca_layer{i}"] = plot_pca(filters.flatten(1), f"layer {i}")
-        if i < 4:
-            figures[f"pca_filter{i}"] = plot_pca(filters[:, 0], f"layer {i}, filter 1")
-    for name, figure in figures.items():
-        figure.savefig(args.out / f"{name}.png", dpi=150)
-    return run
-
-
-def compare(folders: list[Path], out: Path, device: str) -> dict:
-    """A table and four figures of finished runs side by side."""
-    runs, rows, scores = [], [], []
-    for folder in folders:
-        run = json.loads((folder / "metrics.json").read_text())
-        model = load(folder / "hypernet.pt", device)
-        sample(model, 1000)  # the first call is slow
-        start = time.perf_counter()
-        theta = flat(sample(model, 1000, torch.Generator(device).manual_seed(8))).cpu()
-        rate = 1000 / (time.perf_counter() - start)
-        runs.append(run)
-        scores.append(pca(theta))
-        rows.append(
-            dict(
-                model=run["title"],
-                single=run["tested"]["single_mean"],
-                majority=run["tested"]["majority_mean"],
-                disagreement=run["tested"]["disagreement"],
-                entropy=knn_entropy(theta, dim=Hypernetwork.noise_size).item(),  # one dim for all
-                direct_dip=run["paths"]["direct_dip"],
-                interpolated_dip=run["paths"]["interpolated_dip"],
-                fooled_single=run["adversarial"]["single_fooled"][10],  # epsilon = 0.1
-                fooled_ensemble=run["adversarial"]["ensemble_fooled"][10],
-                parameters=run["parameters"],
-                training_seconds=run.get("training_seconds"),
-                networks_per_second=round(rate),
-            )
-        )
-    figure = Figure(figsize=(4 * len(runs), 3.8), layout="constrained")
-    for ax, run, (points, shares) in zip(
-        figure.subplots(1, len(runs), squeeze=False)[0], runs, scores
-    ):
-        ax.plot(points[:, 0], points[:, 1], ".", markersize=2, alpha=0.5)
-        ax.set(xlabel=f"PC 1 ({100 * shares[0]:.1f} %)", ylabel=f"PC 2 ({100 * shares[1]:.1f} %)")
-        ax.set(title=f"{run['title']}: whole network")
-    figures = dict(histogram=plot_histogram(runs), paths=plot_paths(runs, pairs=5), pca=figure)
-    figures["adversarial"] = plot_adversarial(runs)
-    for name, figure in figures.items():
-        figure.savefig(out / f"compare_{name}.png", dpi=150)
-    (out / "compare.json").write_text(json.dumps(rows, indent=1))
-    for name in rows[0]:
-        print(
-            f"{name:20s}",
-            *(f"{v:>14.4f}" if isinstance(v := row[name], float) else f"{v!s:>14}" for row in rows),
-        )
-    return dict(rows=rows)
 
 
 # ---- Baseline: multiplicative normalizing flows (MNFG) -------------------------------------------
@@ -962,9 +301,8 @@ class MNFGLayer(nn.Module):
     def log_r(self, z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """log r(z | W) (N,), which stands in for the unknown log q(z | W)."""
         if self.conv:
-            inner = (
-                torch.einsum("f,nfk->nk", self.r_weight, weight) + (bias @ self.r_weight)[:, None]
-            )
+            inner = torch.einsum("f,nfk->nk", self.r_weight, weight)
+            inner = inner + (bias @ self.r_weight)[:, None]
         else:
             inner = (weight @ self.r_weight).tanh()
         activation = inner.mean(dim=1, keepdim=True)  # (N, 1)
@@ -982,92 +320,593 @@ def gaussian_divergence(mean: Tensor, log_var: Tensor) -> Tensor:
 
 class MNFG(nn.Module):
     """Louizos and Welling (2017): the same weights from a variational posterior, each layer by
-    itself; 808,156 parameters. Its bound takes the place of the entropy: with lam = the number of
-    training images, lam * loss_acc - entropy is the negative evidence lower bound.
-    Paper (of MNFG): one z per image and noise on activations. Here: explicit weights in training,
-    as in the analyses, one network per batch of images."""
+    itself. Its bound takes the place of the entropy: with lam = the number of training images,
+    lam * loss_acc - entropy is the negative evidence lower bound.
 
-    def __init__(self):
+    The first `convs` of the layers are convolutions; `stds` are the initial deviations of weights.
+    Paper (of MNFG): one z per image and noise on activations. Here: explicit weights in training,
+    as in the analyses, one network per batch of images.
+    """
+
+    def __init__(self, shapes, convs: int, stds):
         super().__init__()
-        # The authors' initial deviations; those of the convolutions come from unusual fans.
-        stds = [0.156, 0.039, 0.071, 0.471]
+        self.shapes = shapes
         self.layers = nn.ModuleList(
-            MNFGLayer(f, k - 1, conv=i < 2, init_std=std)
-            for i, ((f, k), std) in enumerate(zip(SHAPES, stds))
+            MNFGLayer(f, k - 1, conv=i < convs, init_std=std)
+            for i, ((f, k), std) in enumerate(zip(shapes, stds, strict=True))
         )
-        self.sizes = [layer.d for layer in self.layers] + [f * k for f, k in SHAPES]
-        self.noise_size = sum(self.sizes)  # 840 + 20,018
+        self.sizes = [layer.d for layer in self.layers] + [f * k for f, k in shapes]
+        self.noise_size = sum(self.sizes)  # of z and of the weights: 840 + 20,018
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         device = self.layers[0].mean.device
         return torch.randn(n, self.noise_size, device=device, generator=generator)
 
     def layers_drawn(self, noise: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        parts = noise.split(self.sizes, dim=1)
-        noise_w = [part.unflatten(1, shape) for part, shape in zip(parts[4:], SHAPES)]
-        return [layer(*e) for layer, *e in zip(self.layers, parts[:4], noise_w)]
+        parts, n = noise.split(self.sizes, dim=1), len(self.layers)
+        noise_w = [part.unflatten(1, shape) for part, shape in zip(parts[n:], self.shapes)]
+        return [layer(*e) for layer, *e in zip(self.layers, parts[:n], noise_w)]
 
     def forward(self, noise: Tensor) -> list[Tensor]:
         return fix_gauge([filters for filters, _, _ in self.layers_drawn(noise)])
 
-    def draw(self, n: int) -> tuple[list[Tensor], Tensor]:
-        drawn = self.layers_drawn(self.noise(n))
+    def theta_and_entropy(self, noise: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What a training step needs. The gauge changes no answer, so it is not fixed here."""
+        drawn = self.layers_drawn(noise)
         bound = sum(layer.bound(*one) for layer, one in zip(self.layers, drawn))
         return [filters for filters, _, _ in drawn], -bound.mean()
+
+
+def make_model(c: argparse.Namespace) -> nn.Module:
+    if c.recipe == "mnfg":  # 808,156 parameters; deviations as its authors', from unusual fans
+        return MNFG(SHAPES, convs=2, stds=[0.156, 0.039, 0.071, 0.471])
+    # 633,640 parameters with the paper's start, 855 more with ours.
+    return Hypernetwork(SHAPES, codes=[32, 16, 8, 1], widths=[40, 100, 100, 60], start=c.start)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def training_step(model: nn.Module, z: Tensor, x: Tensor, y: Tensor, c) -> tuple[Tensor, ...]:
+    """Images (N, B, 1, 28, 28), labels (N, B): network n sees batch n."""
+    theta, entropy = model.theta_and_entropy(z)  # of gauge-fixed weights; MNFG: minus its bound
+    logits = each_network(target_network, x, theta)  # (N, B, 10)
+    loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss = c.lam * loss_acc - entropy
+    acc = (logits.argmax(dim=-1) == y).float().mean()
+    return loss, loss_acc, entropy, acc
+
+
+def rate_factor(c: argparse.Namespace, step: int) -> float:
+    """A step's share of the learning rate: a short rise, then a linear fall to 0."""
+    if c.recipe == "paper":
+        return 0.99998**step
+    warm_up = min(200, c.steps // 5 + 1)
+    return min((step + 1) / warm_up, (c.steps - step) / max(1, c.steps - warm_up))
+
+
+def train(c: argparse.Namespace, data: dict, file: Path) -> None:
+    """Train one run, or go on where a stopped one stood. What it leaves behind is the file."""
+    x, y = data["train"]
+    stream = (1 + c.seed % 4000) * 10**6  # torch's generator has 2**32 seeds
+    torch.manual_seed(stream)
+    model = make_model(c).to(y.device)
+    optimizer = torch.optim.Adam(model.parameters(), c.lr, fused=True)
+    record = dict(settings=vars(c), step=0, seconds=0.0, log=[])
+    if file.exists():
+        record = read(file, c)
+        model.load_state_dict(record["model"])
+        for state in record["optimizers"]:
+            optimizer.load_state_dict(state)
+
+    padded = F.pad(x, [c.shift] * 4)
+    first, every = record["step"], math.ceil(c.steps / LOG_ROWS)
+    begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
+    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, mininterval=1)
+    for step in bar:
+        # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
+        generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
+        z = model.noise(c.networks, generator)
+        images, labels = draw(padded, y, (c.networks, c.images), generator)  # other ones for each
+        model.train()
+        loss, loss_acc, entropy, acc = training_step(model, z, images, labels, c)
+        optimizer.zero_grad()
+        loss.backward()
+        # Rare spikes of the gradient can kill every network for good; they are cut at 5 lam.
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * c.lam)
+        optimizer.param_groups[0]["lr"] = c.lr * rate_factor(c, step)
+        optimizer.step()
+
+        done = step + 1
+        logging = done % every == 0 or done == c.steps
+        if logging or time.perf_counter() - saved > SAVE_SECONDS:
+            row = dict(loss_acc=loss_acc, entropy=entropy, acc=acc, norm=norm)
+            row = dict(step=done) | {name: value.item() for name, value in row.items()}
+            if not all(map(math.isfinite, row.values())):
+                sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
+            if logging:
+                row |= validate(model, data)
+                record["log"].append(row)
+                bar.set_postfix(val_one=f"{row['val_one']:.3f}", refresh=False)
+            saved = time.perf_counter()
+            record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
+            record["optimizers"] = [optimizer.state_dict()] if done < c.steps else []
+            torch.save(record, file.with_suffix(".new"))  # a killed run never leaves half a file
+            os.replace(file.with_suffix(".new"), file)
+
+
+def read(file: Path, c: argparse.Namespace | None = None) -> dict:
+    """A checkpoint or metrics.json of this script and, with `c`, of a run with these settings."""
+    try:
+        if file.suffix == ".json":
+            record = json.loads(file.read_text())
+        else:
+            record = torch.load(file, map_location="cpu", weights_only=True)
+        theirs = record["settings"]
+        ours = vars(c) if c else dict(script=NAME)
+    except Exception as error:
+        sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
+    if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:
+        sys.exit(f"{file} is of other settings, {other}: remove {file.parent} to start afresh")
+    return record
+
+
+def load(file: str | Path, device: str = "cpu") -> nn.Module:
+    """A trained model, ready to `sample`."""
+    record = read(Path(file))
+    model = make_model(argparse.Namespace(**record["settings"]))
+    model.load_state_dict(record["model"])
+    return model.to(device).eval()
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """The weights of n networks. In inference mode a network depends on its own noise alone."""
+    return model.eval()(model.noise(n, generator))
+
+
+@torch.no_grad()
+def predict(theta: list[Tensor], x: Tensor) -> Tensor:
+    """Probabilities (N, B, 10) of N networks on the same images (B, 1, 28, 28), few at a time so
+    that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
+    n = len(theta[0])
+    portions = x.split(250 if x.device.type == "cpu" else max(1, 10_000 // n))
+    logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
+    return torch.cat(logits, dim=1).softmax(dim=-1)
+
+
+def majority(votes: Tensor) -> Tensor:
+    """(N, B) -> (B,); ties go to the smallest class."""
+    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
+
+
+def disagreement(votes: Tensor) -> float:
+    """How often two different networks of (N, B) votes give different answers, over all pairs."""
+    n = len(votes)
+    same = sum((votes == vote).float().mean() for vote in votes)  # pairs with itself included
+    return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
+
+
+def reliability(probabilities: Tensor, y: Tensor) -> Tensor:
+    """(B, 10) -> (3, 15): images, their confidence and their hits, in 15 bins of confidence."""
+    confidence, predicted = probabilities.max(dim=-1)
+    bins = (confidence * 15).long().clamp(max=14)
+    sums = (torch.ones_like(confidence), confidence, (predicted == y).float())
+    return torch.stack([confidence.new_zeros(15).index_add(0, bins, s) for s in sums])
+
+
+def evaluate(probabilities: Tensor, y: Tensor, ensembles: int = 20) -> dict:
+    """Of N networks' (N, B, 10): their accuracies; how often two disagree; for sizes 1, 2, 3, ...
+    the accuracy of the vote and three numbers of the mean probability. Size 1 is the mean over all
+    networks, the others over `ensembles` drawn from them: in a shuffle no network is in two."""
+    n, votes = len(probabilities), probabilities.argmax(dim=-1).byte()
+    accs = (votes == y).float().mean(dim=1)
+    sizes = [size for size in SIZES if size <= n]
+    generator = torch.Generator().manual_seed(ENSEMBLES)
+    whole = n // sizes[-1] * sizes[-1]  # the rest of a shuffle makes no ensemble
+    shuffles = [torch.randperm(n, generator=generator)[:whole] for _ in range(ensembles)]
+    groups = torch.cat(shuffles).view(-1, sizes[-1])[:ensembles]
+    result = dict(networks=n, ensembles=ensembles, mean=accs.mean().item())
+    result |= dict(std=accs.std(correction=0).item(), disagreement=disagreement(votes))
+    result |= dict(accuracies=[round(acc, 4) for acc in accs.tolist()])
+    result |= dict(vote={}, mean_probability={}, nll={}, calibration_error={}, reliability={})
+    for size in sizes:
+        numbers, bins = [], 0
+        for group in groups[:, :size] if size > 1 else torch.arange(n)[:, None]:
+            mean = probabilities[group].mean(dim=0)  # (B, 10)
+            of_mean = reliability(mean, y)
+            row = [(majority(votes[group]) == y).float().mean()]
+            row += [(mean.argmax(dim=-1) == y).float().mean()]
+            row += [F.nll_loss(mean.clamp_min(1e-12).log(), y)]
+            row += [(of_mean[1] - of_mean[2]).abs().sum() / len(y)]  # expected calibration error
+            numbers.append(torch.stack(row))
+            bins = bins + of_mean
+        means = torch.stack(numbers).mean(dim=0).tolist()
+        for name, value in zip(("vote", "mean_probability", "nll", "calibration_error"), means):
+            result[name][str(size)] = value
+        if size in (1, sizes[-1]):
+            result["reliability"][str(size)] = bins.tolist()
+    return result
+
+
+def validate(model: nn.Module, data: dict) -> dict:
+    """Ten networks, from the same z every time. Entropy from 200, as the authors did, and with the
+    hypernetwork's dim z for any model."""
+    x, y = data["val"]
+    theta = sample(model, 200, torch.Generator(x.device).manual_seed(VALIDATION))
+    result = evaluate(predict([filters[:10] for filters in theta], x), y, ensembles=1)
+    row = dict(val_one=result["mean"], val_vote=result["vote"]["10"], val_nll=result["nll"]["1"])
+    row["val_disagreement"] = result["disagreement"]
+    return row | dict(val_entropy=knn_entropy(flat(theta), Hypernetwork.noise_size).item())
+
+
+def paths(model: nn.Module, x: Tensor, y: Tensor, pairs: int, points: int = 40) -> dict:
+    """Accuracy from network 2 to network 1: straight between their gauged weights, or through z.
+    The dip of a path is how far its worst point lies below the worse of its ends."""
+    generator = torch.Generator(x.device).manual_seed(PATHS)
+    t = torch.linspace(0, 1, points, device=x.device)[:, None]
+    curves = dict(direct=[], interpolated=[])
+    for _ in tqdm(range(pairs), "walking paths"):
+        z1, z2 = model.noise(2, generator)
+        with torch.no_grad():
+            interpolated = model.eval()(z1 * t + z2 * (1 - t))
+        s = t[..., None]
+        direct = [filters[-1] * s + filters[0] * (1 - s) for filters in interpolated]
+        for name, theta in dict(direct=direct, interpolated=interpolated).items():
+            curves[name].append((predict(theta, x).argmax(dim=-1) == y).float().mean(dim=1))
+    result = dict(images=len(x))
+    for name, accs in curves.items():
+        accs = torch.stack(accs)  # (pairs, points)
+        worse_end = torch.minimum(accs[:, 0], accs[:, -1])
+        result[name] = accs.tolist()
+        result[f"{name}_dip"] = (worse_end - accs.amin(dim=1)).mean().item()
+    return result
+
+
+def fast_gradient(theta: list[Tensor], x: Tensor, target: Tensor) -> Tensor:
+    """The sign of the gradient of log p(target | x) of ONE network: which way to change x."""
+    x = x.clone().requires_grad_()
+    log_p = target_network(x[None], theta)[0].log_softmax(dim=-1)
+    return torch.autograd.grad(log_p[torch.arange(len(x)), target].sum(), x)[0].sign()
+
+
+def adversarial(model: nn.Module, x: Tensor, y: Tensor, members: int) -> dict:
+    """Fool one network into a random wrong class with x + epsilon * sign, unclipped, then show the
+    images to an ensemble. Only images that the attacked network gets right are attacked. Paper: a
+    new network and ensemble per image. Here: per 100 images."""
+    generator = torch.Generator(x.device).manual_seed(ATTACKS)
+    hits = torch.zeros(4, len(EPSILONS), device=x.device)
+    attacked = 0
+    for part_x, part_y in zip(tqdm(x.split(100), "attacking"), y.split(100)):
+        one, ensemble = sample(model, 1, generator), sample(model, members, generator)
+        right = predict(one, part_x)[0].argmax(dim=-1) == part_y
+        part_x, part_y = part_x[right], part_y[right]
+        if not right.any():
+            continue
+        shift = torch.randint(1, 10, part_y.shape, device=x.device, generator=generator)
+        target = (part_y + shift) % 10
+        sign = fast_gradient(one, part_x, target)
+        images = torch.cat([part_x + epsilon * sign for epsilon in EPSILONS])
+        for i, theta in enumerate((one, ensemble)):
+            answer = majority(predict(theta, images).argmax(dim=-1)).view(len(EPSILONS), -1)
+            hits[2 * i] += (answer != part_y).sum(dim=1)
+            hits[2 * i + 1] += (answer == target).sum(dim=1)
+        attacked += len(part_x)
+    names = ["single_fooled", "single_target", "ensemble_fooled", "ensemble_target"]
+    rates = dict(zip(names, (hits / max(1, attacked)).tolist()))
+    return dict(images=attacked, members=members, **rates)
+
+
+def turn(image: Tensor) -> Tensor:
+    """An image (28, 28) turned by ANGLES: (19, 1, 28, 28)."""
+    angles = torch.deg2rad(torch.tensor(ANGLES, device=image.device))
+    cos, sin, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    turns = torch.stack([cos, -sin, zero, sin, cos, zero], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(turns, (len(turns), 1, 28, 28), align_corners=False)
+    return F.grid_sample(image.expand(len(turns), 1, 28, 28), grid, align_corners=False)
+
+
+def rotation(model: nn.Module, image: Tensor, members: int = 200) -> dict:
+    """How uncertain networks are of a digit (28, 28) that is turned: entropy of their answers."""
+    generator = torch.Generator(image.device).manual_seed(ROTATION)
+    probabilities = predict(sample(model, members, generator), turn(image))  # (N, angles, 10)
+    mean = probabilities.mean(dim=0)
+    return dict(
+        image=(255 * image).round().int().tolist(),
+        single_entropy=torch.special.entr(probabilities).sum(dim=-1).mean(dim=0).tolist(),
+        ensemble_entropy=torch.special.entr(mean).sum(dim=-1).tolist(),
+        ensemble_answer=mean.argmax(dim=-1).tolist(),
+    )
+
+
+def pca(samples: Tensor, components: int = 6) -> tuple[Tensor, Tensor]:
+    """(N, D) -> scores (N, components), and their shares of the variance, by the eigenvectors of
+    X X^T, which is small: N numbers squared, however many weights a network has."""
+    centred = samples - samples.mean(dim=0)
+    values, vectors = torch.linalg.eigh(centred @ centred.T)  # in increasing order
+    values = values.clamp_min(0)
+    scores = vectors * values.sqrt()
+    return scores.flip(1)[:, :components], (values.flip(0) / values.sum())[:components]
+
+
+def shown(model: nn.Module) -> dict[str, Tensor]:
+    """1000 networks (paper: 3000) as vectors: as a whole and each layer, for filters and PCA."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(SHOWN)
+    theta = sample(model, 1000, generator)
+    layers = {f"layer {i}": filters.flatten(1) for i, filters in enumerate(theta, start=1)}
+    return {"whole network": flat(theta), **layers}
+
+
+def analyse(model: nn.Module, data: dict, costs: dict) -> dict:
+    """All analyses of the paper and a few more."""
+    x, y = data["test"]
+    generator = torch.Generator(x.device).manual_seed(TEST)
+    tens = tqdm(range(costs["tested"] // 10), "testing networks, ten at a time")
+    probabilities = torch.cat([predict(sample(model, 10, generator), x) for _ in tens])
+    on_path, attacked = slice(costs["path_images"]), slice(costs["attacked"])
+    return dict(
+        parameters=sum(p.numel() for p in model.parameters()),
+        test=evaluate(probabilities, y),
+        paths=paths(model, x[on_path], y[on_path], costs["pairs"]),
+        adversarial=adversarial(model, x[attacked], y[attacked], costs["members"]),
+        rotation=rotation(model, x[(y == 6).nonzero()[0, 0], 0]),
+        variance_shares={name: pca(part)[1].tolist() for name, part in shown(model).items()},
+    )
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+
+
+def title(c: dict) -> str:
+    """The recipe, lam, and what else the command overrode, of a run's settings."""
+    recipe, *words = c["name"].split("_")
+    lam = "lam = " + f"{c['lam']:.3g}".replace("e+0", "e")  # 1e3
+    return ", ".join([TITLES[recipe], lam, *(w for w in words if not w.startswith("lam"))])
+
+
+def panels(runs: list[dict], number: int, styles: dict, **shared) -> tuple:
+    """A figure, its axes, and (run, colour) pairs; a legend below says what colours and line styles
+    mean. A recipe's first run has its colour, the others shades of it."""
+    figure = Figure(figsize=(9 if number > 1 else 7, 4.6), layout="constrained")
+    axes = figure.subplots(1, number, squeeze=False, **shared)[0]
+    shades = {recipe: cycle(colours) for recipe, colours in COLOURS.items()}
+    coloured = [(run, next(shades[run["settings"]["recipe"]])) for run in runs]
+    for run, colour in coloured:
+        axes[0].plot([], [], color=colour, label=title(run["settings"]))
+    for label, style in styles.items():
+        axes[0].plot([], [], style, color="black", label=label)
+    for ax in axes:
+        ax.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure, axes, coloured
+
+
+def plot_training(runs: list[dict]) -> Figure:
+    styles = {"vote of ten": "-", "one network (mean of ten)": ":"}
+    figure, (left, right), coloured = panels(runs, 2, styles)
+    for run, colour in coloured:
+        c, log = run["settings"], run["log"]
+        millions = [row["step"] * c["networks"] * c["images"] / 1e6 for row in log]
+        for name, style in zip(("val_vote", "val_one"), styles.values()):
+            left.plot(millions, [100 * row[name] for row in log], style, color=colour)
+        right.plot(millions, [row["val_entropy"] for row in log], color=colour)
+    low = min(100 * run["log"][-1]["val_one"] for run in runs)
+    left.set(xlabel="training images (millions)", ylabel="validation accuracy (%)")
+    left.set(ylim=(min(97, low - 1), 100))
+    right.set(xlabel="training images (millions)", ylabel="entropy of 200 networks (nats)")
+    return figure
+
+
+def plot_histogram(runs: list[dict]) -> Figure:
+    """Test accuracies of generated networks, in bins 0.05 % wide or wider."""
+    figure, (ax,), coloured = panels(runs, 1, {"vote of 200": "--"})
+    accs = [[100 * acc for acc in sorted(run["test"]["accuracies"])] for run in runs]
+    low = min(97, *(math.floor(one[len(one) // 100]) for one in accs))
+    width = max(0.05, (100 - low) / 60)
+    edges = [low + i * width for i in range(math.ceil((99.6 - low) / width) + 1)]
+    for (run, colour), one in zip(coloured, accs):
+        one = [min(max(acc, low), edges[-1]) for acc in one]
+        share = [100 / len(one)] * len(one)
+        ax.hist(one, edges, weights=share, histtype="stepfilled", color=colour, alpha=0.3)
+        ax.hist(one, edges, weights=share, histtype="step", color=colour)
+        ax.axvline(100 * list(run["test"]["vote"].values())[-1], ls="--", color=colour)
+    ax.set(xlabel="test accuracy (%); the first bin holds all below", ylabel="networks (%)")
+    return figure
+
+
+def plot_ensembles(runs: list[dict]) -> Figure:
+    styles = {"vote": "o-", "mean probability": "s:", "vote, paper's": "x"}
+    figure, (ax,), coloured = panels(runs, 1, styles)
+    for run, colour in coloured:
+        for name, style in zip(("vote", "mean_probability"), styles.values()):
+            sizes = [int(size) for size in run["test"][name]]
+            accs = [100 * acc for acc in run["test"][name].values()]
+            ax.plot(sizes, accs, style, color=colour, markersize=4)
+        if run["settings"]["name"] in PAPER:
+            ax.plot([200], [PAPER[run["settings"]["name"]]], "x", color=colour, markersize=9)
+    ax.set(xscale="log", xlabel="networks in the ensemble", ylabel="test accuracy (%)")
+    ax.set_xticks([1, 2, 5, 10, 20, 50, 100, 200], [1, 2, 5, 10, 20, 50, 100, 200])
+    return figure
+
+
+def plot_calibration(runs: list[dict]) -> Figure:
+    """Is a network right as often as it says? Bins with less than one image in 10,000 are left out."""
+    figure, axes, coloured = panels(runs, 2, {"perfect": ":"}, sharex=True, sharey=True)
+    for ax, of, which in zip(axes, ("one network", "mean probability of 200"), (0, -1)):
+        ax.plot([0, 1], [0, 1], ":", color="black")
+        for run, colour in coloured:
+            images, confidence, hits = torch.tensor(
+                list(run["test"]["reliability"].values())[which]
+            )
+            full = images > 1e-4 * images.sum()
+            ax.plot((confidence / images)[full], (hits / images)[full], "o-", color=colour)
+        ax.set(xlabel="confidence", title=of)
+    axes[0].set(ylabel="accuracy on the test set")
+    return figure
+
+
+def plot_paths(runs: list[dict]) -> Figure:
+    styles = {"mean of all pairs": "-"}
+    figure, axes, coloured = panels(runs, 2, styles, sharey=True)
+    for ax, name in zip(axes, ("direct", "interpolated")):
+        for run, colour in coloured:
+            accs = 100 * torch.tensor(run["paths"][name])  # (pairs, points)
+            t = torch.linspace(0, 1, accs.shape[1])
+            ax.plot(t, accs.T, color=colour, lw=0.6, alpha=0.4)
+            ax.plot(t, accs.mean(dim=0), color=colour, lw=2.5)
+    axes[0].set(title="direct: G(z1) t + G(z2) (1 - t)", xlabel="t")
+    axes[1].set(title="interpolated: G(z1 t + z2 (1 - t))", xlabel="t")
+    axes[0].set(ylabel=f"accuracy (%) on {runs[0]['paths']['images']} test images")
+    return figure
+
+
+def plot_adversarial(runs: list[dict]) -> Figure:
+    """How often adversarial examples of one network fool it, and an ensemble it is not part of."""
+    styles = dict(single="--", ensemble="-")
+    labels = {"the attacked network": "--", f"ensemble of {runs[0]['adversarial']['members']}": "-"}
+    figure, axes, coloured = panels(runs, 2, labels, sharey=True)
+    for ax, criterion in zip(axes, ("fooled", "target")):
+        for run, colour in coloured:
+            for kind, style in styles.items():
+                rates = [100 * rate for rate in run["adversarial"][f"{kind}_{criterion}"]]
+                ax.plot(EPSILONS, rates, style, color=colour)
+        ax.set(xlabel="change of each pixel (1 = white - black)", ylim=(0, 100))
+    axes[0].set(title="misclassified", ylabel="adversarial examples (%)")
+    axes[1].set(title="taken for the attacker's target")
+    return figure
+
+
+def plot_rotation(runs: list[dict]) -> Figure:
+    """A six becomes a nine; the small digits below are what the ensemble answers."""
+    styles = {"mean probability of 200": "o-", "one network (mean)": ":"}
+    figure, (ax,), coloured = panels(runs, 1, styles)
+    images = turn(torch.tensor(runs[0]["rotation"]["image"]) / 255)[:, 0]
+    strip = ax.inset_axes([0, 1.02, 1, 0.12])
+    strip.imshow(torch.cat(list(images), dim=1), cmap="gray_r", aspect="auto")
+    strip.axis("off")
+    for i, (run, colour) in enumerate(coloured):
+        result = run["rotation"]
+        ax.plot(ANGLES, result["ensemble_entropy"], "o-", color=colour, markersize=4)
+        ax.plot(ANGLES, result["single_entropy"], ":", color=colour)
+        for angle, answer in zip(ANGLES, result["ensemble_answer"]):
+            ax.text(angle, -0.15 * (i + 1), answer, color=colour, ha="center", fontsize=9)
+    ax.set(xlabel="rotation (degrees), and the ensemble's answers", xlim=(-5, 185))
+    ax.set(ylabel="entropy of the answer (nats)", ylim=(-0.15 * len(runs) - 0.1, 2.3))
+    return figure
+
+
+def plot_filters(parts: dict[str, Tensor], name: str) -> Figure:
+    """25 samples of one slice of a filter, for three filters, as in the paper."""
+    slices = {
+        "layer 1, filter 1": parts["layer 1"][:25, :25],
+        "layer 1, filter 2": parts["layer 1"][:25, 26:51],
+        "layer 2, filter 1, channel 1": parts["layer 2"][:25, :25],
+    }
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for ax, (of, images) in zip(figure.subplots(1, 3), slices.items()):
+        tiles = F.pad(images.unflatten(1, (5, 5)), (0, 1, 0, 1), value=torch.nan)
+        mosaic = tiles.unflatten(0, (5, 5)).transpose(1, 2).flatten(2).flatten(0, 1)
+        reach = images.abs().quantile(0.98).item()  # one wild sample must not pale the rest
+        drawn = ax.imshow(mosaic, cmap="RdBu", vmin=-reach, vmax=reach)
+        ax.set_title(of, fontsize=11)
+        ax.axis("off")
+        figure.colorbar(drawn, ax=ax, shrink=0.8)
+    figure.suptitle(f"{name}: 25 samples of a filter slice, gauge fixed")
+    return figure
+
+
+def plot_pca(samples: Tensor, name: str) -> Figure:
+    """Each principal component against each other one, and its histogram."""
+    scores, shares = pca(samples)
+    k, reach = scores.shape[1], 1.05 * scores.abs().max().item()
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    axes = figure.subplots(k, k, sharex=True)
+    for i in range(k):
+        for j in range(k):
+            if i == j:
+                axes[i][j].hist(scores[:, i], bins=40, color="C0")
+            else:
+                axes[i][j].plot(scores[:, j], scores[:, i], ".", markersize=1.5, alpha=0.5)
+                axes[i][j].set(ylim=(-reach, reach))
+            axes[i][j].set(xlim=(-reach, reach), xticks=[], yticks=[])
+        axes[-1][i].set_xlabel(f"PC {i + 1} ({100 * shares[i]:.2g} %)", fontsize=12)
+        axes[i][0].set_ylabel(f"PC {i + 1}", fontsize=12)
+    figure.suptitle(f"{name}: {len(scores)} networks, shares of the variance, one scale for all")
+    return figure
+
+
+def draw_figures(out: Path) -> list[dict]:
+    """All figures of the finished runs in a folder; those of samples where there is a checkpoint."""
+    files = sorted(out.glob("*/metrics.json"))
+    runs = [read(file) for file in files]
+    if not runs:
+        sys.exit(f"no finished run in {out}")
+    for plot in (
+        *(plot_training, plot_histogram, plot_ensembles, plot_calibration),
+        *(plot_paths, plot_adversarial, plot_rotation),
+    ):
+        plot(runs).savefig(out / f"{plot.__name__.removeprefix('plot_')}.png", dpi=150)
+    for file, run in zip(files, runs):
+        if not file.with_name("checkpoint.pt").exists():
+            continue
+        parts = shown(load(file.with_name("checkpoint.pt")))
+        plot_filters(parts, title(run["settings"])).savefig(file.with_name("filters.png"), dpi=150)
+        for name, samples in parts.items():
+            figure = plot_pca(samples, f"{title(run['settings'])}, {name}")
+            figure.savefig(file.with_name(f"pca_{name.replace(' ', '_')}.png"), dpi=100)
+    return runs
+
+
+def table(runs: list[dict]) -> str:
+    head = ["", "paper: vote of 200", "one network", "vote of 200", "disagree"]
+    rows = [[*head, "NLL: one, 200", "calibration error: one, 200"], ["---"] * 7]
+    for run in runs:
+        c, test = run["settings"], run["test"]
+        size, vote = list(test["vote"].items())[-1]
+        rows.append([title(c), f"{PAPER[c['name']]} %" if c["name"] in PAPER else ""])
+        rows[-1] += [f"{100 * test['mean']:.2f} ± {100 * test['std']:.2f} %"]
+        rows[-1] += [f"{100 * vote:.2f} %" + f" (of {size})" * (size != "200")]
+        rows[-1] += [f"{100 * test['disagreement']:.2f} %"]
+        rows[-1] += [f"{test['nll']['1']:.4f}, {test['nll'][size]:.4f}"]
+        errors = (100 * test["calibration_error"][n] for n in ("1", size))
+        rows[-1] += [", ".join(f"{error:.2f} %" for error in errors)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
 
 
-def provenance(argv: list[str] | None, args: argparse.Namespace) -> dict:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    except OSError:  # no git here
-        commit = "unknown"
-    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return dict(
-        command=" ".join(["python", f"{NAME}.py", *(sys.argv[1:] if argv is None else argv)]),
-        commit=commit,
-        hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
-        torch=torch.__version__,
-        data="made up" if args.fake_data else "MNIST",
-    )
-
-
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> list[dict]:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    if args.compare:
-        return compare(args.compare, args.out, args.device)
-    data = load_data(args)
-    metrics = provenance(argv, args)
-    if args.checkpoint:
-        model = load(args.checkpoint, args.device)
-        used = load_checkpoint(args.checkpoint)["settings"]
-    else:
-        model, log, seconds = train(args, data)
-        used = settings(args)
-        metrics |= dict(training_seconds=round(seconds, 1), validation=log[-1])
-        plot_training(log).savefig(args.out / "training.png", dpi=150)
-
-    start = time.perf_counter()
-    title = "MNFG" if used["model"] == "mnfg" else f"lam = {used['lam']:g}"
-    title += ", MADE-UP DATA" if args.fake_data or used["fake_data"] else ""
-    parameters = sum(p.numel() for p in model.parameters())
-    metrics |= dict(seed=used["seed"], settings=used, parameters=parameters)
-    metrics |= analyse(model, data, args, title)
-    analysis = round(time.perf_counter() - start, 1)
-    metrics |= dict(analysis_seconds=analysis)
-    metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
-    (args.out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    tested = metrics["tested"]
-    print(f"{tested['networks']} networks: mean accuracy {100 * tested['single_mean']:.2f} %")
-    print(
-        f"majority vote, {tested['ensembles']} ensembles of {tested['ensemble_size']}: "
-        f"{100 * tested['majority_mean']:.2f} %"
-    )
-    print(f"figures and metrics: {args.out}")
-    return metrics
+    data = None
+    for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
+        file = args.out / c.name / "metrics.json"
+        if file.exists():
+            read(file, c)  # refuses a finished run of other settings
+            continue
+        data = data or load_data(args)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint = file.with_name("checkpoint.pt")
+        train(c, data, checkpoint)
+        record, begun = read(checkpoint), time.perf_counter()
+        run = dict(settings=vars(c), command=" ".join(["python", f"{NAME}.py", *argv]))
+        git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
+        run |= dict(commit=subprocess.getoutput(git), torch=torch.__version__, log=record["log"])
+        cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        run["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
+        costs = COSTS["quick" if args.quick else args.device]
+        run |= analyse(load(checkpoint, args.device), data, costs)
+        run["training_seconds"] = round(record["seconds"])
+        run["analysis_seconds"] = round(time.perf_counter() - begun)
+        file.with_suffix(".new").write_text(json.dumps(run, indent=1))
+        os.replace(file.with_suffix(".new"), file)
+    runs = draw_figures(args.out)
+    print(table(runs), f"\nfigures: {args.out}", sep="\n")
+    return runs
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
 """A ResNet-32 with every weight from one vector: 466,906 weights, batch norm's gamma and beta too.
 
-    loss = lam * E_z[cross-entropy of T(x; G(z))] - H[outputs of T(.; G(z)) on shared images]
+    loss = lam * E_z[cross-entropy of T(x; G(z))] - H[answers of T(.; G(z)) to shared images]
 
 Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
 LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
-network: moments of its batch in training, and one pass over training images to give a generated
-(or averaged) network its own. Columns (a) to (d) as in 03, whose --compare reads these runs too. An
-hour and a half on one CPU core, and, with the paper's 10 networks of 512 images, not run here:
+network: moments of its batch in training, then one pass over training images to give a generated
+(or averaged) network its own. Several GPUs share the networks of a step.
 
-    python 04_cifar_resnet32.py --column c    # 81 % from a vote of ten
-    python 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
-    torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 5 --images 512 --steps 60000 --amp
+    python 04_cifar_resnet32.py --quick        # all columns in minutes: does it run?
+    python 04_cifar_resnet32.py --columns c    # one column: two hours on one CPU core
+    torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
 """
 
 import argparse
-import csv
+import functools
 import json
 import math
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +30,7 @@ import torch.distributed.nn.functional
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision import datasets
 from tqdm import tqdm
 
@@ -40,232 +38,155 @@ from common import batch_norm, conv2d, each_network, knn_entropy, linear
 
 NAME = "04_cifar_resnet32"
 CLASSES = dict(cifar10=10, cifar100=100)
-LOG_EVERY = 10
-NUMBERS = [1, 2, 5, 10, 20, 50, 100, 1000, 10000]  # of networks, in the figure of distillation
-# What the columns do not share: (a) and (b) train one network by SGD, (c) and (d) a hypernetwork.
-SGD = dict(steps=15600, lr=0.05, networks=1, images=64, validate_every=1000)
-HYPERNET = dict(steps=3900, lr=1e-4, lam=5e3, networks=4, images=64, validate_every=500)
-COLUMNS = dict(a=SGD, b=SGD | dict(lr=0.02), c=HYPERNET, d=HYPERNET)
-QUICK = dict(steps=20, images=16, validate_every=10, tested=10, averaged=20, calibration=200)
+# The documented runs, by column of the paper's table. (a) and (b) train `networks` by SGD, (c) and
+# (d) the paper's hypernetwork by Adam. `shared` of the `images` of a step are the same for all its
+# networks; diversity has its full weight after the share `ramp` of the steps.
+SGD = dict(steps=23_400, lr=0.05, networks=1, images=64, shared=0, lam=1.0, ramp=0.0, start=None)
+HYPERNET = dict(steps=3900, lr=1e-4, networks=4, images=64, shared=16, lam=5e3, ramp=0.5)
+HYPERNET |= dict(start="copies", means=0, tested=20, averaged=10_000)
+ALL = dict(
+    diversity="none", crop=4, seed=0, amp=False, rows=15, tested=10, averaged=0, moments=5000
+)
+RECIPES = dict(
+    a=ALL | SGD,
+    b=ALL | SGD | dict(lr=0.005),  # one chain, ten networks
+    c=ALL | HYPERNET,
+    d=ALL | HYPERNET | dict(diversity="outputs"),
+)
+QUICK = dict(steps=20, images=16, rows=2, tested=10, averaged=20, moments=200)  # at most
+TITLES = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) diversity")
+# The paper's accuracy of one network and of a vote of ten, by the name of our run.
+PAPER = dict(cifar10_a=[93.57], cifar10_b=[91.03, 94.96], cifar10_c=[88.20, 88.26])
+PAPER |= dict(cifar10_d=[83.61, 90.37])
+COLOURS = dict(a="black", b="grey", c="C0", d="C1")
+SIZES = [1, 2, 5, 10, 20, 100, 1000, 10000]  # of ensembles and averages
+VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
+SAVE_SECONDS = 120  # of training that a killed run loses at most
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for those that depend on other flags: their help names them."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def positive(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return float(text)
-
-
-def count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        prog=f"{NAME}.py",
-        description=__doc__.splitlines()[0],
-        formatter_class=Help,
-    )
+    parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--column", choices=[*COLUMNS, "all"], default="d", help="of the paper's table")
-    add("--dataset", choices=list(CLASSES), default="cifar10", help="images")
-    add("--diversity", choices=["outputs", "ensemble", "none"], default="outputs", help="of d")
-    add("--start", choices=["copies", "random"], default="copies", help="of the hypernetwork")
-    add("--steps", type=count, help="training steps; 15600 (a, b) or 3900 (c, d)")
-    add("--lr", type=positive, help="of SGD, 0.05 (a) or 0.02 (b), or of Adam, 1e-4 (c, d)")
-    add("--weight-decay", type=float, default=5e-4, help="of SGD")
-    add("--lam", type=positive, help="weight of accuracy; 5e3")
-    add("--ramp", type=float, default=0.5, help="share of steps until diversity has full weight")
-    add("--networks", type=count, help="samples of z in a step, on each GPU; 4")
-    add("--images", type=count, help="images per network in a step; 64")
-    add("--shared", type=count, help="images all networks see; a quarter of --images-per-forward")
-    add("--images-per-forward", type=count, default=64, help="bounds memory; batch norm sees these")
-    add("--amp", action="store_true", help="target networks in bfloat16")
-    add("--crop", type=int, default=4, help="pixels that training images move at most")
-    add("--seed", type=int, default=0, help="random seed")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--columns", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the table")
+    add("--dataset", choices=list(CLASSES), default="cifar10", help="cifar10 unless given")
+    add("--steps", type=int, help="of training; the recipe's unless given, as all that follow")
+    add("--lr", type=float, help="rate of SGD (a, b) or of Adam (c, d)")
+    add("--lam", type=float, help="weight of accuracy against diversity")
+    add("--networks", type=int, help="in a step, on all GPUs together: samples of z, or chains")
+    add("--images", type=int, help="in a step, for each network")
+    add("--seed", type=int, help="of all random numbers of training")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--amp", action="store_true", default=None, help="target networks in bfloat16")
+    add("--device", choices=["cpu", "cuda"], default=device, help=f"here: {device}")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
-    add("--out", type=Path, default=Path("runs") / NAME, help="a run has its folder in this one")
-    add("--resume", action="store_true", help="go on with the run in its folder")
-    add("--checkpoint", type=Path, help="evaluate this trained hypernetwork, without training")
-    add("--validate-every", type=count, help="steps between two validations; 1000 or 500")
-    add("--tested", type=count, default=20, help="networks to test, by tens and all together")
-    add("--calibration", type=count, help="images for moments; all on CUDA, 5000 on the CPU")
-    add("--averaged", type=count, default=10000, help="networks averaged into one")
-    add("--sigma", type=positive, default=1.0, help="scale of z when networks are sampled")
-    add("--quick", action="store_true", help="a preset of small costs: " + str(QUICK))
+    add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
+    add("--quick", action="store_true", help=f"small costs, at most {QUICK}")
     args = parser.parse_args(argv)
-    for preset in COLUMNS.get(args.column, {}), QUICK if args.quick else {}:
-        parser.set_defaults(**preset)
-    args = parser.parse_args(argv)
+    for name in ("steps", "lr", "lam", "networks", "images"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"argument --{name}: {value} is not a positive number")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device; use --device cpu, or install CUDA")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(f"device: {args.device}")
-    # Set by torchrun.
-    args.rank, args.ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-    args.calibration = args.calibration or (5000 if args.device == "cpu" else 45000)
-    if args.column == "d" and args.diversity == "none":
-        parser.error("--diversity none is --column c")
-    args.diversity = args.diversity if args.column == "d" else "none"
-    if args.column in ("a", "b"):
-        args.lam, args.start = 1.0, "copies"  # there is no diversity, and no hypernetwork
-        if args.networks > 1:
-            parser.error(f"--networks: column {args.column} trains one network")
-    elif args.diversity != "none" and args.networks * args.ranks < 2:
-        parser.error("--networks must be at least 2: diversity needs a nearest other network")
-    if args.column != "all":
-        args.images_per_forward = min(args.images_per_forward, args.images)
-    if args.diversity == "none":
-        args.shared = 0
-    elif args.shared is None:
-        args.shared = max(1, args.images_per_forward // 4)
-    if args.shared > args.images_per_forward:
-        parser.error("--shared cannot exceed --images-per-forward")
-    if not 0 <= args.ramp <= 1:
-        parser.error("--ramp must lie between 0 and 1")
-    if args.crop < 0 or args.weight_decay < 0:
-        parser.error("--crop and --weight-decay cannot be negative")
-    if args.tested < 10:
-        parser.error("--tested must be at least 10, the size of the paper's ensembles")
-    if args.checkpoint and not args.checkpoint.is_file():
-        parser.error(f"--checkpoint {args.checkpoint}: no such file")
-    if args.checkpoint:
-        args.folder = args.out / "evaluation"
-    else:
-        suffix = "" if args.diversity in ("outputs", "none") else f"_{args.diversity}"
-        suffix += "_random" if args.start == "random" else ""
-        args.folder = args.out / f"{args.dataset}_{args.column}{suffix}"
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=args.out):
-            pass
-    except OSError as error:
-        parser.error(f"--out {args.out}: cannot write there ({error.strerror})")
+        parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
+    args.runs = [settings(args, column) for column in args.columns]
+    if any(c.diversity != "none" and c.networks < 2 for c in args.runs):
+        parser.error("argument --networks: diversity needs at least 2, to have a nearest other")
     return args
+
+
+def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
+    """A column's recipe with what the command overrides; its name says so."""
+    flags = ("steps", "lr", "lam", "networks", "images", "seed", "amp")
+    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    recipe = RECIPES[column]
+    quick = {name: min(most, recipe[name]) for name, most in QUICK.items() if args.quick}
+    words = [v if isinstance(v, str) else f"{name}{v:g}" for name, v in given.items()]
+    words += ["quick"] * args.quick + ["fake"] * args.fake_data
+    c = argparse.Namespace(script=NAME, column=column, **recipe | quick | given)
+    c.dataset, c.fake_data = args.dataset, args.fake_data
+    c.means = c.means if c.start else c.networks
+    c.name = "_".join([args.dataset, column, *words])
+    return c
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 
 
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
-    """Normalised images (B, 3, 32, 32) and labels (B,) of the splits train, val and test, all on
-    the training device: 45,000, 5,000 and 10,000 of CIFAR."""
-    if args.fake_data:
-        x, y = (part.split([2000, 500, 500]) for part in fake_data(3000, CLASSES[args.dataset]))
-        splits = dict(zip(("train", "val", "test"), zip(x, y)))
+    """Normalised images (B, 3, 32, 32), channels last, and labels (B,) of the splits train, val and
+    test, all on the training device: 45,000, 5,000 and 10,000 of CIFAR."""
+    if args.fake_data:  # a smooth random pattern for each class, moved by two pixels, and noise
+        generator = torch.Generator().manual_seed(0)
+        patterns = torch.randn(CLASSES[args.dataset], 3, 6, 6, generator=generator)
+        patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
+        y = torch.arange(len(patterns))
+        (x,), (y,) = draw(F.pad(patterns, [2] * 4), y, (1, 3000), 0, generator)
+        x = x.movedim(1, -1) + 0.5 * torch.randn(3000, 32, 32, 3, generator=generator)
+        (x, x_test), (y, y_test) = x.split([2500, 500]), y.split([2500, 500])
     else:
         cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[args.dataset]
         try:
             train, test = (cifar(args.data, train=t, download=True) for t in (True, False))
         except Exception as error:
-            sys.exit(
-                f"no {args.dataset} in {args.data} and no download ({type(error).__name__}): "
-                f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
-            )
-        (x, y), (x_test, y_test) = (
-            (torch.from_numpy(split.data).float().div_(255), torch.tensor(split.targets))
-            for split in (train, test)
-        )
-        mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-        x, x_test = (part.sub_(mean).div_(std).permute(0, 3, 1, 2) for part in (x, x_test))
-        splits = dict(train=(x[5000:], y[5000:]), val=(x[:5000], y[:5000]), test=(x_test, y_test))
+            remedy = f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
+            sys.exit(f"no {args.dataset} and no download ({type(error).__name__}): {remedy}")
+        x, x_test = (torch.from_numpy(split.data).float() for split in (train, test))
+        y, y_test = (torch.tensor(split.targets) for split in (train, test))
+    mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
+    x, x_test = (part.sub_(mean).div_(std).permute(0, 3, 1, 2) for part in (x, x_test))
+    n, most = len(x) // 10, 1000 if args.quick else None  # images of the smaller splits
+    splits = dict(train=(x[n:], y[n:]), val=(x[:n][:most], y[:n][:most]))
+    splits["test"] = (x_test[:most], y_test[:most])
     return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
 
 
-def fake_data(number: int, classes: int) -> tuple[Tensor, Tensor]:
-    """A smooth random pattern for each class, shifted by up to two pixels, plus noise."""
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.randn(classes, 3, 6, 6, generator=generator)
-    crops = all_crops(F.interpolate(patterns, 32, mode="bicubic", align_corners=False), 2)
-    y, row, column = (torch.randint(k, (number,), generator=generator) for k in crops.shape[:3])
-    return crops[y, row, column] + 0.5 * torch.randn(number, 3, 32, 32, generator=generator), y
-
-
-def all_crops(x: Tensor, pixels: int) -> Tensor:
-    """(B, 3, 32, 32) -> (B, s, s, 3, 32, 32): every image in all s = 2 * pixels + 1 positions per
-    direction. A view of the padded images, channels last, so that to pick crops is to copy rows."""
-    rows = x.movedim(1, -1).flatten(2)  # (B, 32, 32 * 3)
-    rows = F.pad(rows, [3 * pixels, 3 * pixels, pixels, pixels])
-    windows = rows.unfold(1, 32, 1).unfold(2, 96, 3)  # (B, s, s, 32, 96)
-    return windows.unflatten(-1, (32, 3)).movedim(-1, -3)
-
-
-def seeded(args: argparse.Namespace, step: int, rank: int) -> torch.Generator:
-    """The random numbers of a step depend on seed, step and rank alone: --resume needs no state."""
-    return torch.Generator(args.device).manual_seed((args.seed * 1_000_003 + step) * 1009 + rank)
-
-
-def draw_batch(
-    crops: Tensor, y: Tensor, args: argparse.Namespace, step: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Random images (N, B, 3, 32, 32) and labels (N, B). The first `shared` are the same for all
-    networks of all ranks, to compare their answers; the others differ, as in the paper."""
-    same = seeded(args, step, rank=1008)  # a stream for all ranks
-    choices = []
-    for k in crops.shape[:3]:
-        own = (args.networks, args.images)
-        choice = torch.randint(k, own, device=y.device, generator=generator)
-        shared = torch.randint(k, (args.shared,), device=y.device, generator=same)
-        choice[:, : args.shared] = shared
-        choices.append(choice)
-    index, row, column = choices
-    return crops[index, row, column], y[index]
+def draw(padded: Tensor, y: Tensor, shape: tuple, shared: int, generator) -> tuple[Tensor, Tensor]:
+    """Random crops (N, B, 3, 32, 32) of padded images, and labels (N, B). The first `shared` are
+    the same for all networks, to compare their answers; the rest differ, as in the paper."""
+    crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)  # a view: all s * s crops of each image
+    index, row, column = (
+        torch.randint(n, shape, device=y.device, generator=generator)
+        for n in (len(crops), *crops.shape[2:4])
+    )
+    for choice in (index, row, column):
+        choice[1:, :shared] = choice[0, :shared]
+    return crops[index, :, row, column], y[index]
 
 
 # ---- Target network ------------------------------------------------------------------------------
 
-STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride of the first block
 BLOCKS = 5  # in a stage, of two convolutions each: 1 + 3 * 5 * 2 + 1 = 32 layers, and 2 projections
+STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride of the first block
 
 
-def layer_sizes() -> list[list[int]]:
-    """K + 2 of each convolution (gamma and beta are the last two columns), in the order in which
-    the network uses them: the stem, then the three stages."""
-    sizes = [[27 + 2]]
+def target_shapes(classes: int) -> list[list[tuple[int, int]]]:
+    """(F, K + 2) of the convolutions, gamma and beta last, in the order of their use, a list for
+    the stem and for each stage; then (classes, 65) of the last layer."""
+    groups = [[(16, 27 + 2)]]
     for channels, filters, stride in STAGES:
-        convolutions = [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
-        projection = [channels] if stride > 1 else []
-        sizes.append([k + 2 for k in projection + convolutions])
-    return sizes
+        fans = [channels] * (stride > 1) + [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
+        groups.append([(filters, k + 2) for k in fans])
+    return [*groups, [(classes, 65)]]
 
 
-def target_network(
-    x: Tensor, theta: list[Tensor], moments: Tensor | None = None, record: list | None = None
-) -> Tensor:
-    """ResNet-32, (N, B, 3, 32, 32) -> logits (N, B, classes). `theta` holds the convolutions with
-    their batch norm (N, F, K + 2) and the last layer (N, classes, 65). Batch norm takes its moments
-    from its batch, or from `moments` (N, 1232, 2): mean and variance. To `record` it appends the
-    means of its inputs and of their squares."""
+def target_network(x: Tensor, theta: list[Tensor], record: list | None = None) -> Tensor:
+    """ResNet-32, (N, B, 3, 32, 32) -> logits (N, B, classes). A convolution's layer (N, F, K + 2)
+    ends with gamma - 1 and beta of its batch norm. Two more columns are its mean and variance;
+    without them the batch's are used. To `record` go the means of its inputs and their squares."""
     layers = iter(theta)
-    given = iter(() if moments is None else moments.split([t.shape[1] for t in theta[:-1]], dim=1))
 
     def conv_norm(x: Tensor, kernel_size: int = 3, stride: int = 1) -> Tensor:
-        layer = next(layers)
-        x = conv2d(x, layer[..., :-2], kernel_size, stride, kernel_size // 2, bias=False)
-        mean, var = (None, None) if moments is None else next(given).unbind(dim=-1)
+        layer, k = next(layers), x.shape[2] * kernel_size**2
+        x = conv2d(x, layer[..., :k], kernel_size, stride, kernel_size // 2, bias=False)
         if record is not None:
             var, mean = torch.var_mean(x, dim=(1, 3, 4), correction=0)
             record.append(torch.stack([mean, var + mean.square()], dim=-1))
-        return batch_norm(x, layer[..., -2], layer[..., -1], mean, var)
+        gamma, beta, *moments = layer[..., k:].unbind(dim=-1)
+        return batch_norm(x, 1 + gamma, beta, *moments)
 
     x = conv_norm(x).relu()
     for _, _, stride in STAGES:
@@ -277,332 +198,257 @@ def target_network(
     return linear(x.mean(dim=(-2, -1)), next(layers))
 
 
-def calibrated_network(x: Tensor, theta_and_moments: list[Tensor]) -> Tensor:
-    """Inference mode."""
-    *theta, moments = theta_and_moments
-    return target_network(x, theta, moments)
-
-
-def batch_means(x: Tensor, theta: list[Tensor]) -> Tensor:
-    """(N, 1232, 2): means of the inputs of each batch norm, and of their squares."""
-    record = []
-    target_network(x, theta, record=record)
-    return torch.cat(record, dim=1)
-
-
 @torch.no_grad()
-def recalibrate(theta: list[Tensor], x: Tensor, images: int = 500) -> Tensor:
-    """Moments (N, 1232, 2) of N networks from one pass over images (B, 3, 32, 32). A portion of
-    images passes on through the network normalised by its own moments, as in training."""
+def recalibrate(theta: list[Tensor], x: Tensor) -> list[Tensor]:
+    """theta with the moments of its batch norms, from one pass over images (B, 3, 32, 32). The 500
+    of a portion pass on through the network normalised by their own moments, as in training."""
+
+    def batch_means(x: Tensor, theta: list[Tensor]) -> Tensor:
+        record = []
+        target_network(x, theta, record)
+        return torch.cat(record, dim=1)  # (N, 1232, 2)
+
     n = len(theta[0])
-    if n > 10:  # few at a time
-        tens = zip(*(layer.split(10) for layer in theta))
-        return torch.cat([recalibrate(list(ten), x, images) for ten in tens])
-    sums = (
-        len(p) * each_network(batch_means, p.expand(n, *p.shape), theta) for p in x.split(images)
-    )
+    sums = (len(p) * each_network(batch_means, p.expand(n, *p.shape), theta) for p in x.split(500))
     mean, square = (sum(sums) / len(x)).unbind(dim=-1)
-    return torch.stack([mean, (square - mean.square()).clamp_min(0)], dim=-1)
-
-
-class OneNetwork(nn.Module):
-    """The target network alone, for SGD: columns (a) and (b)."""
-
-    def __init__(self, classes: int):
-        super().__init__()
-        theta = []
-        for filters, sizes in zip([16, 16, 32, 64], layer_sizes()):
-            for k in sizes:
-                layer = torch.randn(1, filters, k) * (2 / (k - 2)) ** 0.5
-                layer[..., -2], layer[..., -1] = 1, 0  # gamma and beta
-                theta.append(layer)
-        last = torch.cat([torch.randn(1, classes, 64) / 8, torch.zeros(1, classes, 1)], dim=-1)
-        self.theta = nn.ParameterList([*theta, last])
-
-    def noise(self, n: int, generator: torch.Generator | None = None) -> None:
-        return None
-
-    def forward(self, z: None) -> list[Tensor]:
-        return list(self.theta)
+    moments = torch.stack([mean, (square - mean.square()).clamp_min(0)], dim=-1)
+    parts = moments.split([layer.shape[1] for layer in theta[:-1]], dim=1)
+    return [torch.cat(pair, dim=-1) for pair in zip(theta[:-1], parts)] + theta[-1:]
 
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
 
 
-class MLP(nn.Module):
-    """Linear layers without biases, leaky ReLU between them, the identity added around the square
-    one in the middle; the output is as large as the input."""
-
-    def __init__(self, fan_in: int, width: int, fan_out: int):
-        super().__init__()
-        self.first = nn.Linear(fan_in, width, bias=False)
-        self.middle = nn.Linear(width, width, bias=False)
-        self.last = nn.Linear(width, fan_out, bias=False)
-        nn.init.normal_(self.first.weight, std=(2 / fan_in) ** 0.5)
-        nn.init.normal_(self.middle.weight, std=width**-0.5)
-        nn.init.normal_(self.last.weight, std=(2 * width) ** -0.5)
-
+class Skip(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        x = F.leaky_relu(self.first(x), 0.05)
-        x = x + F.leaky_relu(self.middle(x), 0.05)
-        return self.last(x)
+        return x + super().forward(x)
+
+
+def mlp(fan_in: int, width: int, fan_out: int) -> nn.Sequential:
+    """Linear layers without biases, leaky ReLU between them, the identity added around the square
+    one in the middle; output as large as the input."""
+    sizes = (fan_in, width), (width, width), (width, fan_out)
+    first, middle, last = (nn.Linear(*size, bias=False) for size in sizes)
+    for layer, variance in (first, 2 / fan_in), (middle, 1 / width), (last, 0.5 / width):
+        nn.init.normal_(layer.weight, std=variance**0.5)
+    return nn.Sequential(first, nn.LeakyReLU(0.05), Skip(middle, nn.LeakyReLU(0.05)), last)
 
 
 class Hypernetwork(nn.Module):
-    """G: noise z (N, 500) -> weights of N target networks, a list of (N, F, K + 2) convolutions
-    with gamma and beta, and the last layer.
+    """G: noise z (N, Z) -> weights of N target networks, a list of (N, F, K + 2).
 
-    A code stands for a filter index of a stage: its generator emits that filter in all convolutions
-    of the stage and in the projection. start "random": 14,115,200 parameters. start "copies": 1,032
-    more, the identities of the filters, as in 03.
+        G(z) = W(E(z) + bias)                                             the paper's
+        G(z) = mean_m + scale * (W(E(z) + bias_m) - W(bias_m))            around M learned means
+
+    As in 03, but the layers of the target network, (F, K + 2), are in groups: a code stands for the
+    filters of one number in all layers of its group, or for the whole group if that has one code.
     """
 
-    noise_size = 500
-    codes = [16, 16, 32, 64, 1]  # stem, three stages, last layer
-    code_size = 8
+    noise_size, code_size = 500, 8
 
-    def __init__(self, classes: int = 10, start: str = "copies"):
+    def __init__(self, shapes, codes, means: int = 0, start: str = "copies", scale: float = 0.1):
         super().__init__()
-        self.classes, self.sizes = classes, layer_sizes()
-        self.extractor = MLP(self.noise_size, 1000, self.code_size * sum(self.codes))
-        outputs = [sum(sizes) for sizes in self.sizes] + [65 * classes]
-        self.generators = nn.ModuleList(MLP(self.code_size, 800, size) for size in outputs)
-        if start == "copies":
-            last = self.extractor.last
-            last.bias = nn.Parameter(torch.randn(last.out_features))
-            nn.init.normal_(last.weight, std=0.2 * (2 * last.in_features) ** -0.5)
-        # The usual size of a weight with fan-in K; gamma near 1, beta near 0.
-        for i, sizes in enumerate(self.sizes):
-            scale = [torch.tensor([(2 / (k - 2)) ** 0.5] * (k - 2) + [0.1, 0.1]) for k in sizes]
-            offset = [torch.tensor([0.0] * (k - 2) + [1.0, 0.0]) for k in sizes]
-            self.register_buffer(f"scale{i}", torch.cat(scale), persistent=False)
-            self.register_buffer(f"offset{i}", torch.cat(offset), persistent=False)
+        self.shapes, self.codes, self.scale = shapes, codes, scale
+        self.means = nn.ParameterList(
+            torch.randn(means, f, k) * (2 / k) ** 0.5 for g in shapes for f, k in g if means
+        )
+        if codes:
+            width = self.code_size * sum(codes)
+            self.extractor = mlp(self.noise_size, 1000, width)
+            self.generators = nn.ModuleList(
+                mlp(self.code_size, 800, sum(f * k for f, k in group) // n)
+                for group, n in zip(shapes, codes)
+            )
+            self.bias = nn.Parameter(torch.zeros(max(1, means), width), start != "random")
+            if start == "copies":
+                nn.init.normal_(self.bias)
+                self.extractor[-1].weight.data *= 0.2
 
-    def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        device = self.extractor.first.weight.device
-        return torch.randn(n, self.noise_size, device=device, generator=generator)
+    def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
+        """(N, Z); `stratified`: each of M means is chosen equally often. Without codes N is M."""
+        number, device = len(self.means[0]) if self.means else 1, next(self.parameters()).device
+        n = n if self.codes else number
+        z = torch.randn(n, self.noise_size, device=device, generator=generator)
+        if stratified or not self.codes:
+            u = torch.rand(n, device=device, generator=generator).clamp(1e-5, 1 - 1e-5)
+            z[:, 0] = torch.special.ndtri((torch.arange(n, device=device) % number + u) / number)
+        return z
+
+    def generate(self, codes: Tensor) -> list[Tensor]:
+        """W: codes (N, C) -> weights of N networks."""
+        codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
+        theta = []
+        for generator, code, group in zip(self.generators, codes, self.shapes):
+            sizes = [f * k // code.shape[1] for f, k in group]
+            parts = generator(code).split(sizes, dim=-1)  # (N, codes, weights) of each layer
+            # The factor, the usual size of a weight with fan-in K: as in 03.
+            theta += [p.reshape(len(p), f, k) * (2 / k) ** 0.5 for p, (f, k) in zip(parts, group)]
+        return theta
 
     def forward(self, z: Tensor) -> list[Tensor]:
-        codes = self.extractor(z).unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
-        theta = []
-        for i, (generator, code) in enumerate(zip(self.generators, codes)):
-            filters = generator(code)  # (N, F, weights of a filter in all layers of the stage)
-            if i < len(self.sizes):
-                filters = filters * getattr(self, f"scale{i}") + getattr(self, f"offset{i}")
-                theta += filters.split(self.sizes[i], dim=-1)
-        return [*theta, filters.unflatten(-1, (self.classes, 65))[:, 0] / 8]
+        if not self.means:
+            return self.generate(self.extractor(z) + self.bias)
+        number = len(self.means[0])
+        m = (number * torch.special.ndtr(z[:, 0])).long().clamp(max=number - 1)  # (N,)
+        theta = [mean.index_select(0, m) for mean in self.means]
+        if not self.codes:
+            return theta
+        made = self.generate(self.extractor(z) + self.bias.index_select(0, m))
+        middle = [w.index_select(0, m) for w in self.generate(self.bias)]
+        return [t + self.scale * (w - w0) for t, w, w0 in zip(theta, made, middle)]
+
+
+def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
+    shapes, codes = target_shapes(CLASSES[c.dataset]), [16, 16, 32, 64, 1] if c.start else None
+    model = Hypernetwork(shapes, codes, c.means, c.start).to(device)
+    rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
+    sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+    optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
+    optimizers += [torch.optim.Adam(rest, c.lr, fused=True)] if c.start else []
+    return model, optimizers
 
 
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def gather(outputs: Tensor) -> Tensor:
-    """The outputs of the networks of all ranks, with gradient."""
-    if not dist.is_initialized():
-        return outputs
-    return torch.cat(torch.distributed.nn.functional.all_gather(outputs.contiguous()))
-
-
-def measure_diversity(kind: str, logits: Tensor, y: Tensor) -> Tensor:
-    """How different are N networks? From their logits (N, B, classes) on the same images with
-    labels y (B,). Both measures carry the factor 500 = dim z of the entropy."""
-    dim = Hypernetwork.noise_size
-    if kind == "outputs":
-        return knn_entropy(gather(logits.softmax(dim=-1).flatten(1)), dim)
-    if kind == "ensemble":  # the loss of the averaged prediction
-        log_p = gather(logits.log_softmax(dim=-1))
-        return -dim * F.nll_loss(log_p.logsumexp(dim=0) - math.log(len(log_p)), y)
-    return logits.new_zeros(())
-
-
-def training_step(
-    model: nn.Module, z: Tensor, x: Tensor, y: Tensor, args: argparse.Namespace, ramp: float = 1.0
-) -> tuple[Tensor, ...]:
-    """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n, `images_per_forward` at a
-    time. Runs backward too: gradients add up in the generated weights, portion by portion, and pass
-    through the hypernetwork once. Diversity has its full weight when ramp is 1."""
+def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) -> tuple:
+    """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n."""
     theta = model(z)
-    leaves = [layer.detach().requires_grad_() for layer in theta]
-    loss = loss_acc = acc = 0
-    portions = zip(x.split(args.images_per_forward, dim=1), y.split(args.images_per_forward, dim=1))
-    for portion, (images, labels) in enumerate(portions):
-        with torch.autocast(x.device.type, torch.bfloat16) if args.amp else nullcontext():
-            logits = each_network(target_network, images, leaves)  # (N, B, classes)
-        logits = logits.to(x.dtype)  # after bfloat16
-        part_acc = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        part = args.lam * part_acc / y.numel()
-        if portion == 0:
-            shared = slice(args.shared)
-            diversity = measure_diversity(args.diversity, logits[:, shared], labels[0, shared])
-            part = part - ramp * diversity
-        part.backward()
-        loss, loss_acc = loss + part.detach(), loss_acc + part_acc.detach() / y.numel()
-        acc = acc + (logits.argmax(dim=-1) == labels).float().sum() / y.numel()
-    torch.autograd.backward(theta, [leaf.grad for leaf in leaves])
-    return loss, loss_acc, diversity.detach(), acc
+    small = functools.partial(checkpoint, target_network, use_reentrant=False)  # memory for time
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
+        logits = each_network(target_network if c.images <= 64 else small, x, theta)
+    logits = logits.to(x.dtype)  # (N, B, classes)
+    loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    entropy = logits.new_zeros(())
+    if c.diversity == "outputs":
+        outputs = logits[:, : c.shared].softmax(dim=-1).flatten(1)
+        if dist.is_initialized():  # the answers of the networks on all GPUs, with gradient
+            outputs = torch.cat(torch.distributed.nn.functional.all_gather(outputs))
+        entropy = knn_entropy(outputs, Hypernetwork.noise_size)
+    loss = c.lam * loss_acc - ramp * entropy
+    acc = (logits.argmax(dim=-1) == y).float().mean()
+    return loss, loss_acc, entropy, acc
 
 
-def learning_rate(args: argparse.Namespace, step: int) -> float:
-    warm_up = min(200, args.steps // 5 + 1)
-    if args.column == "b":
-        return args.lr * min(1.0, (step + 1) / warm_up)
-    return args.lr * min((step + 1) / warm_up, (args.steps - step) / max(1, args.steps - warm_up))
+def rate_factor(c: argparse.Namespace, step: int) -> float:
+    """A step's share of the learning rate: a short rise, then a linear fall to 0."""
+    warm_up = min(200, c.steps // 5 + 1)
+    if c.column != "b":
+        return min((step + 1) / warm_up, (c.steps - step) / max(1, c.steps - warm_up))
+    # Paper: (b) has a constant rate. Here: only in the second half, where networks are taken; it
+    # falls from 10 * lr in the first, or the chain would be far from converged, or noisy.
+    return min(10 * (step + 1) / warm_up, max(1, 10 - 18 * step / c.steps))
 
 
-def in_chain(steps: int, done: int) -> bool:
-    """Is the network after `done` steps one of the ten of column (b)? They come from the second
-    half of the chain, equally far apart, the last step among them."""
-    gap = max(1, steps // 20)
-    return (steps - done) % gap == 0 and (steps - done) // gap < 10
-
-
-def train(args: argparse.Namespace, data: dict) -> tuple[nn.Module, list[Tensor], list, dict]:
-    """Returns the model, the weights of the ten networks of column (b), the log, and the cost."""
-    args.folder.mkdir(exist_ok=True)
-    torch.manual_seed(args.seed)
-    model = make_model(settings(args)).to(args.device)
-    parallel = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
-    if args.column in "ab":
-        sgd = dict(momentum=0.9, nesterov=True, weight_decay=args.weight_decay, fused=True)
-        optimizer = torch.optim.SGD(model.parameters(), args.lr, **sgd)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), args.lr, fused=True)
-    file, first, log, seconds, chain = args.folder / "checkpoint.pt", 0, [], 0.0, []
-    state = load_checkpoint(file, args) if file.exists() else None  # refuses another run's file
-    if state and not args.resume:
-        sys.exit(f"{file} is at step {state['step']}: --resume goes on, without it remove the file")
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first, log, seconds = state["step"], state["log"], state["seconds"]
-        chain = [[filters.to(args.device) for filters in theta] for theta in state["chain"]]
-        print(f"resuming at step {first} of {args.steps}")
-    if args.rank == 0:
-        (args.folder / "config.json").write_text(json.dumps(vars(args), indent=1, default=str))
-
+def train(c: argparse.Namespace, data: dict, file: Path) -> None:
+    """Train one column, or go on where a stopped run stood. What it leaves behind is the file."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = slice(rank * c.networks // ranks, (rank + 1) * c.networks // ranks)
     x, y = data["train"]
-    crops = all_crops(torch.cat([x, x.flip(-1)]), args.crop)  # mirror images are images too
-    y = y.repeat(2)
-    start = time.perf_counter() - seconds
-    quiet = dict(disable=True) if args.rank > 0 else {}
-    bar = tqdm(range(first, args.steps), initial=first, total=args.steps, mininterval=2, **quiet)
+    stream = (1 + c.seed % 4000) * 10**6  # torch's generator has 2**32 seeds
+    torch.manual_seed(stream)
+    model, optimizers = make_model(c, y.device)
+    record = dict(settings=vars(c), step=0, seconds=0.0, log=[], chain=[])
+    if file.exists():
+        record = read(file, c)
+        model.load_state_dict(record["model"])
+        for optimizer, state in zip(optimizers, record["optimizers"]):
+            optimizer.load_state_dict(state)
+    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+
+    padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
+    # (b) takes ten networks in all from the second half of its chains, the last ones among them.
+    taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
+    first, every = record["step"], math.ceil(c.steps / c.rows)
+    begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
+    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, disable=rank > 0)
     for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        generator = seeded(args, step, args.rank)
-        z = model.noise(args.networks, generator)
-        images, labels = draw_batch(crops, y, args, step, generator)
+        # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
+        generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
+        z = model.noise(c.networks, generator, stratified=True)[mine]
+        batch = draw(padded, y, (c.networks, c.images), c.shared, generator)
+        images, labels = (part[mine] for part in batch)
         # Learn first, spread later: networks that are spread while they know nothing stay useless.
-        ramp = min(1.0, step / max(1, args.ramp * args.steps))
-        optimizer.zero_grad()
-        loss, loss_acc, diversity, acc = training_step(parallel, z, images, labels, args, ramp)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 5 * args.lam)  # against rare spikes
-        optimizer.step()
+        ramp = min(1.0, step / max(1, c.ramp * c.steps))
+        loss, loss_acc, diversity, acc = training_step(parallel, z, images, labels, c, ramp)
+        model.zero_grad()
+        # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
+        (loss / c.lam * max(1, c.means)).backward()
+        spread = optimizers[-1].param_groups[0]["params"] if c.start else []
+        norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate_factor(c, step)
+            optimizer.step()
 
         done = step + 1
-        validating = done % args.validate_every == 0 or done == args.steps
-        if args.column == "b" and in_chain(args.steps, done):
-            chain.append([filters.detach().clone() for filters in model(None)])
-        if args.rank > 0:
-            continue
-        if done % LOG_EVERY == 0 or validating:
-            row = dict(loss=loss, loss_acc=loss_acc, diversity=diversity, acc=acc)
+        if c.column == "b" and done in taken:
+            record["chain"].append([mean.detach().cpu().clone() for mean in model.means])
+        logging = done % every == 0 or done == c.steps
+        if rank == 0 and (logging or time.perf_counter() - saved > SAVE_SECONDS):
+            row = dict(loss_acc=loss_acc, diversity=diversity, acc=acc, norm=norm)
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
-            if not math.isfinite(row["loss"] + norm.item()):
-                good = f"; {file} is the last good checkpoint" if file.exists() else ""
-                sys.exit(f"step {done}: the loss is not finite; try a smaller --lr{good}")
-            log.append(row)
-            bar.set_postfix({k: f"{row[k]:.4g}" for k in ("loss_acc", "acc", "diversity")})
-        if validating:
-            row = validate(model, data)
-            log.append(dict(step=done) | row)
-            numbers = (f"{name[4:]} {value:.4f}" for name, value in row.items())
-            bar.write(f"step {done}: " + ", ".join(numbers))
-            seconds = time.perf_counter() - start
-            content = dict(settings=settings(args), step=done, log=log, seconds=seconds)
-            content |= dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-            save(content | dict(chain=chain), file)
-            write_log(log, args.folder / "log.csv")
-    # In half precision, for half the size, and tested so; (b)'s networks are tested in full.
-    halves = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    if args.rank == 0:
-        save(dict(settings=settings(args), model=halves), args.folder / "model.pt")
-    model.load_state_dict(halves)
-    spent = dict(training_seconds=round(seconds, 1))
-    spent["images_seen"] = args.steps * args.networks * args.images * args.ranks
-    return model, [torch.cat(filters) for filters in zip(*chain)], log, spent
+            if not all(map(math.isfinite, row.values())):
+                sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
+            if logging:
+                row |= validate(model, data)
+                record["log"].append(row)
+                bar.set_postfix(val_one=f"{row['val_one']:.3f}", refresh=False)
+            saved = time.perf_counter()
+            record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
+            record["optimizers"] = [o.state_dict() for o in optimizers if done < c.steps]
+            torch.save(record, file.with_suffix(".new"))  # a killed run never leaves half a file
+            os.replace(file.with_suffix(".new"), file)
 
 
-def make_model(settings: dict) -> nn.Module:
-    classes = CLASSES[settings["dataset"]]
-    if settings["column"] in "ab":
-        return OneNetwork(classes)
-    return Hypernetwork(classes, settings["start"])
-
-
-def settings(args: argparse.Namespace) -> dict:
-    names = "column dataset diversity start steps lr weight_decay lam ramp networks images shared"
-    names += " crop seed fake_data images_per_forward amp ranks"
-    return {name: getattr(args, name) for name in names.split()}
-
-
-def save(content: dict, file: Path) -> None:
-    """Written beside the file and then renamed: a run that dies never leaves half a file."""
-    temporary = file.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, file)
-
-
-def load_checkpoint(file: Path, args: argparse.Namespace | None = None) -> dict:
-    """With `args`, the checkpoint must have been made with the same settings."""
+def read(file: Path, c: argparse.Namespace | None = None) -> dict:
+    """A checkpoint or metrics.json of this script and, with `c`, of a run with these settings."""
     try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        theirs = state["settings"]
-        make_model(theirs).load_state_dict(state["model"])
+        if file.suffix == ".json":
+            record = json.loads(file.read_text())
+        else:
+            record = torch.load(file, map_location="cpu", weights_only=True)
+        theirs = record["settings"]
+        ours = vars(c) if c else dict(script=NAME)
     except Exception as error:
-        sys.exit(f"{file} is missing, damaged or not from this script ({type(error).__name__})")
-    for name, value in settings(args).items() if args else ():
-        if theirs.get(name) != value:
-            flag = name.replace("_", "-")
-            remedy = "use that or another --out, or remove the file"
-            sys.exit(f"{file} has --{flag} {theirs.get(name)}, not {value}: {remedy}")
-    return state
+        sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
+    if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:
+        sys.exit(f"{file} is of other settings, {other}: remove {file.parent} to start afresh")
+    return record
 
 
-def load(file: str | Path, device: str = "cpu") -> tuple[nn.Module, dict]:
-    """A trained model and the settings it was trained with."""
-    state = load_checkpoint(Path(file))
-    model = make_model(state["settings"])
-    model.load_state_dict(state["model"])
-    return model.to(device), state["settings"]
+def load(file: str | Path, device: str = "cpu") -> nn.Module:
+    """A trained model, ready to `sample`; of column (b) the networks taken from its chains."""
+    record = read(Path(file))
+    model, _ = make_model(argparse.Namespace(**record["settings"]), device)
+    model.load_state_dict(record["model"])
+    if record["chain"]:
+        model.means = nn.ParameterList(torch.cat(layers) for layers in zip(*record["chain"]))
+    return model.to(device)
 
 
-def write_log(log: list[dict], file: Path) -> None:
-    names = list(dict.fromkeys(name for row in log for name in row))
-    with open(file, "w", newline="") as handle:
-        writer = csv.DictWriter(handle, names)
-        writer.writeheader()
-        writer.writerows(log)
-
-
-# ---- Evaluation ----------------------------------------------------------------------------------
+# ---- Evaluation and figures ----------------------------------------------------------------------
 
 
 @torch.no_grad()
-def predict(theta: list[Tensor], moments: Tensor, x: Tensor) -> Tensor:
+def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
+    """The weights of n networks, or of as many as there are."""
+    return model(model.noise(n, generator))
+
+
+@torch.no_grad()
+def predict(theta: list[Tensor], x: Tensor) -> Tensor:
     """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32), few at a time
     so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
-    images = 250 if x.device.type == "cpu" else max(1, 10000 // len(theta[0]))
-    logits = [
-        each_network(calibrated_network, part.expand(len(moments), *part.shape), [*theta, moments])
-        for part in x.split(images)
-    ]
+    n = len(theta[0])
+    portions = x.split(250 if x.device.type == "cpu" else max(1, 10_000 // n))
+    logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
 
 
-def majority(votes: Tensor, classes: int) -> Tensor:
+def majority(votes: Tensor) -> Tensor:
     """(N, B) -> (B,); ties go to the smallest class."""
-    return torch.stack([(votes == c).sum(dim=0) for c in range(classes)]).argmax(dim=0)
+    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
 
 
 def disagreement(votes: Tensor) -> float:
@@ -612,224 +458,149 @@ def disagreement(votes: Tensor) -> float:
     return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
 
 
-def accuracy(predicted: Tensor, y: Tensor) -> Tensor:
-    return (predicted == y).float().mean(dim=-1)
-
-
-def calibration_error(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Distance of confidence and accuracy, in 15 bins of confidence, weighted by their images."""
-    confidence, predicted = probabilities.max(dim=-1)
-    bins = (confidence * 15).long().clamp(max=14)
-    gap = confidence.new_zeros(15).index_add(0, bins, confidence - (predicted == y).float())
-    return gap.abs().sum() / len(y)
-
-
 def ensemble(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Of networks' probabilities (N, B, classes): accuracy of the majority, accuracy, negative log
-    likelihood and calibration error of the mean probability (4,)."""
+    """Of N networks' (N, B, classes): accuracy of their vote; negative log-likelihood of their mean
+    probability, and its calibration error, in 15 bins of confidence weighted by their images."""
+    acc = (majority(probabilities.argmax(dim=-1)) == y).float().mean()
     mean = probabilities.mean(dim=0)
-    votes = majority(probabilities.argmax(dim=-1), mean.shape[-1])
-    loss = F.nll_loss(mean.clamp_min(1e-12).log(), y)
-    error = calibration_error(mean, y)
-    return torch.stack([accuracy(votes, y), accuracy(mean.argmax(dim=-1), y), loss, error])
+    confidence, predicted = mean.max(dim=-1)
+    bins = (confidence * 15).long().clamp(max=14)
+    gaps = confidence.new_zeros(15).index_add(0, bins, confidence - (predicted == y).float())
+    return torch.stack([acc, F.nll_loss(mean.clamp_min(1e-12).log(), y), gaps.abs().sum() / len(y)])
 
 
-def evaluate(theta: list[Tensor], moments: Tensor, x: Tensor, y: Tensor) -> dict:
-    """Networks one by one, in ensembles of ten (no network in two of them), and all together."""
-    probabilities = predict(theta, moments, x)
-    votes = probabilities.argmax(dim=-1)
-    result = dict(networks=len(votes), disagreement=disagreement(votes))
-    for name, size in dict(single=1, ten=10, all=len(votes)).items():
-        groups = probabilities.split(size)[: max(1, len(votes) // size)]
-        numbers = torch.stack([ensemble(group, y) for group in groups])  # (groups, 4)
-        names = ["majority", "mean_probability", "nll", "calibration_error"]
-        result |= {f"{name}_{k}": v for k, v in zip(names, numbers.mean(dim=0).tolist())}
-    result["single"] = result.pop("single_majority")
-    del result["single_mean_probability"]
-    sizes = [n for n in NUMBERS if n <= len(votes)]
-    by_size = [accuracy(majority(votes[:n], probabilities.shape[-1]), y).item() for n in sizes]
-    return result | dict(sizes=sizes, majority_by_size=by_size)
+def evaluate(probabilities: Tensor, y: Tensor) -> dict:
+    """How often two of N networks disagree, and means over ensembles of 1, 2, 5, ... of them."""
+    n = len(probabilities)
+    result = dict(networks=n, disagreement=disagreement(probabilities.argmax(dim=-1)))
+    result |= dict(vote={}, nll={}, calibration_error={})
+    for size in (size for size in SIZES if size <= n):
+        groups = probabilities.split(size)[: n // size]  # no network in two ensembles
+        numbers = torch.stack([ensemble(group, y) for group in groups]).mean(dim=0)
+        for name, number in zip(("vote", "nll", "calibration_error"), numbers.tolist()):
+            result[name][str(size)] = number
+    return result
 
 
-@torch.no_grad()
 def validate(model: nn.Module, data: dict) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or the one of SGD; on 1,000
-    images, with moments from 500 others, as more would cost too much on a CPU."""
-    theta = model(model.noise(10, torch.Generator(data["val"][0].device).manual_seed(1)))
-    moments = recalibrate(theta, data["train"][0][:500])
-    tested = evaluate(theta, moments, *(part[:1000] for part in data["val"]))
-    names = dict(mean="single", majority="all_majority", mean_probability="all_mean_probability")
-    names |= dict(nll="single_nll", disagreement="disagreement")
-    return {f"val_{name}": tested[key] for name, key in names.items()}
+    """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
+    x, y = (part[:1000] for part in data["val"])  # more would cost too much on a CPU
+    theta = sample(model, 10, torch.Generator(x.device).manual_seed(VALIDATION))
+    theta = recalibrate(theta, data["train"][0][:500])
+    result = evaluate(predict(theta, x), y)
+    votes = list(result["vote"].values())
+    return dict(val_one=votes[0], val_vote=votes[-1], val_nll=result["nll"]["1"])
 
 
 @torch.no_grad()
-def averages(model: nn.Module, z: Tensor, numbers: list[int]):
-    """Yields (n, the mean of the weights of the networks of the first n z) for increasing n, at
-    most 20 networks in memory."""
-    mean, first = None, 0
-    for n in numbers:
+def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
+    """Networks of the same z, tested one by one, voting, and averaged into one (distillation)."""
+    x, y = data["test"]
+    z = model.noise(max(c.tested, c.averaged), torch.Generator(x.device).manual_seed(TEST))
+    images = data["train"][0][: c.moments]
+    theta = recalibrate(model(z[: c.tested]), images)
+    result = dict(test=evaluate(predict(theta, x), y))
+    result["val"] = evaluate(predict(theta, data["val"][0]), data["val"][1])  # for choices
+    mean, first, result["averaged"] = None, 0, {}
+    for n in (n for n in SIZES if n <= c.averaged):
         for part in z[first:n].split(20):
             first += len(part)
-            total = [filters.sum(dim=0, keepdim=True) for filters in model(part)]
-            if mean is None:
-                mean = [torch.zeros_like(filters) for filters in total]
-            for m, t in zip(mean, total):
-                m += (t - len(part) * m) / first
-        yield n, mean
+            new = [filters.mean(dim=0, keepdim=True) for filters in model(part)]
+            mean = [a + (b - a) * len(part) / first for a, b in zip(mean or new, new)]
+        result["averaged"][str(n)] = ensemble(predict(recalibrate(mean, images), x), y)[0].item()
+    return result
 
 
-def distil(model: nn.Module, z: Tensor, calibration: Tensor, x: Tensor, y: Tensor) -> dict:
-    """One network from the averaged weights of n samples: its accuracy, for increasing n. Averaged
-    weights need moments of their own."""
-    numbers = [n for n in NUMBERS if n < len(z)] + [len(z)]
-    tested = [
-        ensemble(predict(theta, recalibrate(theta, calibration), x), y)
-        for _, theta in averages(model, z, numbers)
-    ]
-    _, accs, losses, errors = torch.stack(tested).T.tolist()
-    return dict(numbers=numbers, accuracy=accs, nll=losses, calibration_error=errors)
+def title(c: dict) -> str:
+    """The column and what the command overrode, of a run's settings."""
+    dataset, column, *words = c["name"].split("_")
+    return ", ".join([TITLES[column], *words, *["CIFAR-100"] * (dataset == "cifar100")])
 
 
-# ---- Figures -------------------------------------------------------------------------------------
-
-
-def plot_training(log: list[dict], title: str) -> Figure:
-    steps = [row for row in log if "loss" in row]
-    shown = dict(loss_acc="cross-entropy (nats)")
-    if any(row["diversity"] for row in steps):
-        shown["diversity"] = "diversity term, what is rewarded"
-    figure = Figure(figsize=(3.7 * len(shown) + 3.7, 3.6), layout="constrained")
-    *axes, validation = figure.subplots(1, len(shown) + 1)
-    for ax, (name, label) in zip(axes, shown.items()):
-        ax.plot([row["step"] for row in steps], [row[name] for row in steps], linewidth=0.8)
-        ax.set(xlabel="training step", ylabel=label)
-    rows = [row for row in log if "val_mean" in row]
-    labels = dict(mean="one network")
-    if any(row["val_disagreement"] for row in rows):
-        labels["majority"] = "majority of the networks"
-    for name, label in labels.items():
-        values = [100 * row[f"val_{name}"] for row in rows]
-        validation.plot([row["step"] for row in rows], values, ".-", label=label)
-    validation.set(xlabel="training step", ylabel="validation accuracy (%)")
-    validation.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    for ax in figure.axes:
-        ax.locator_params(axis="x", nbins=5)  # long numbers would touch
-    figure.suptitle(title)
+def plot_accuracy(runs: list[dict]) -> Figure:
+    """While training, and at the end: n networks voting, and n networks averaged into one."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for run in runs:
+        c, log, colour = run["settings"], run["log"], COLOURS[run["settings"]["column"]]
+        millions = [row["step"] * c["networks"] * c["images"] / 1e6 for row in log]
+        left.plot(millions, [100 * row["val_vote"] for row in log], color=colour, label=title(c))
+        for curve, style in ((run["test"]["vote"], "o-"), (run["averaged"], "s:")):
+            accs = [100 * acc for acc in curve.values()]
+            right.plot([int(n) for n in curve], accs, style, color=colour, markersize=4)
+        paper = PAPER.get(c["name"], [])
+        right.plot([1, 10][: len(paper)], paper, "x", color=colour, markersize=9)
+    for style, label in ("o-", "vote of n"), ("s:", "ONE network: n averaged"), ("x", "paper's"):
+        right.plot([], [], style, color="black", label=label)
+    left.set(xlabel="training images (millions)", ylabel="validation accuracy (%)")
+    left.set(title="vote of ten, or of the networks of SGD")
+    right.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title="at the end")
+    left.grid(alpha=0.3)
+    right.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
-def plot_distillation(run: dict) -> Figure:
-    """Accuracy against the number of networks: averaged into one, or voting."""
-    figure = Figure(figsize=(5.5, 4), layout="constrained")
-    ax, tested, averaged = figure.subplots(), run["tested"], run["distilled"]
-    ax.plot(averaged["numbers"], 100 * torch.tensor(averaged["accuracy"]), "o-", color="C0")
-    ax.plot(tested["sizes"], 100 * torch.tensor(tested["majority_by_size"]), "s--", color="C1")
-    ax.axhline(100 * tested["single"], color="black", linestyle=":")
-    ax.legend(["ONE network, weights averaged", "majority vote of n", "a typical member"])
-    ax.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title=run["title"])
-    return figure
+def table(runs: list[dict]) -> str:
+    head = ["", "paper", "one network", "vote of 10", "vote of 20", "disagree", "NLL: one, ten"]
+    rows = [head, ["---"] * 7]
+    for run in runs:
+        c, test = run["settings"], run["test"]
+        votes = [test["vote"].get(n) for n in ("1", "10", "20")] + [test["disagreement"]]
+        rows.append([title(c), ", ".join(f"{acc:.2f} %" for acc in PAPER.get(c["name"], []))])
+        rows[-1] += [f"{100 * acc:.2f} %" if acc else "" for acc in votes]
+        rows[-1] += [", ".join(f"{test['nll'][n]:.3f}" for n in ("1", "10") if n in test["nll"])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
 
 
-def provenance(argv: list[str], args: argparse.Namespace) -> dict:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    except OSError:  # no git here
-        commit = "unknown"
-    hardware = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return dict(
-        command=" ".join(["python", f"{NAME}.py", *argv]),
-        commit=commit,
-        hardware=torch.cuda.get_device_name() if args.device == "cuda" else hardware,
-        torch=torch.__version__,
-    )
-
-
-def title(used: dict) -> str:
-    words = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) ")[used["column"]]
-    words += used["diversity"] if used["column"] == "d" else ""
-    words += ", random start" if used["start"] == "random" else ""
-    words += ", CIFAR-100" if used["dataset"] == "cifar100" else ""
-    return words + (", MADE-UP DATA" if used["fake_data"] else "")
-
-
-def peak_memory(device: str) -> int:
-    """Bytes: of the accelerator's memory, or of this process's (on Linux)."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    import resource  # not on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    if args.column == "all":
-        columns = [[*argv, "--device", args.device, "--column", column] for column in COLUMNS]
-        folders = [str(parse_args(column).folder) for column in columns]  # a wrong flag stops here
-        results = {name: main(column) for name, column in zip(COLUMNS, columns)}
-        print("side by side: python 03_cifar_lenet.py --compare", *folders)
-        return results
-    if args.ranks > 1 and not dist.is_initialized():
+    rank, ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if any(c.networks % ranks for c in args.runs):
+        sys.exit(f"--networks: {ranks} processes need a multiple of {ranks} networks in a step")
+    if ranks > 1:  # started by torchrun
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        backend = "nccl" if args.device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))  # the others wait for rank 0
+        dist.init_process_group(timeout=timedelta(days=1))  # the others wait while rank 0 analyses
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
-    torch.backends.cudnn.benchmark = True
-    metrics = provenance(argv, args)
-    if args.checkpoint:
-        if args.rank > 0:
-            return {}
-        args.folder.mkdir(exist_ok=True)
-        model, used = load(args.checkpoint, args.device)
-        if isinstance(model, OneNetwork):
-            sys.exit(f"{args.checkpoint} holds one network: there is no hypernetwork to sample")
-        args.dataset, args.fake_data = used["dataset"], used["fake_data"]
-        data, chain = load_data(args), []
-    else:
-        if args.rank > 0:
-            dist.barrier()  # rank 0 downloads
-        data, used = load_data(args), settings(args)
-        if args.rank == 0 and args.ranks > 1:
-            dist.barrier()
-        model, chain, log, spent = train(args, data)
-        if args.rank > 0:
-            return {}
-        metrics |= spent | dict(log=[row for row in log if "val_mean" in row])
-        plot_training(log, title(used)).savefig(args.folder / "training.png", dpi=150)
-
-    start = time.perf_counter()
-    parameters = sum(p.numel() for p in model.parameters())
-    metrics |= dict(title=title(used), seed=used["seed"], settings=used, parameters=parameters)
-    metrics |= dict(data="made up" if used["fake_data"] else used["dataset"], sigma=args.sigma)
-    metrics["calibration"] = args.calibration
-    z = model.noise(max(args.tested, args.averaged), torch.Generator(args.device).manual_seed(2))
-    z = z if z is None else args.sigma * z
-    with torch.no_grad():
-        theta = chain or model(z if z is None else z[: args.tested])
-    calibration = data["train"][0][: args.calibration]
-    moments = recalibrate(theta, calibration)
-    metrics["validated"] = evaluate(theta, moments, *data["val"])  # for choices
-    metrics["tested"] = tested = evaluate(theta, moments, *data["test"])
-    print(f"{title(used)}: {tested['networks']} networks, mean {100 * tested['single']:.2f} %")
-    if tested["networks"] >= 10:
-        print(f"majority of ten {100 * tested['ten_majority']:.2f} %")
-    if z is not None:
-        metrics["distilled"] = distil(model, z[: args.averaged], calibration, *data["test"])
-        print(f"averaged into one network {100 * metrics['distilled']['accuracy'][-1]:.2f} %")
-        plot_distillation(metrics).savefig(args.folder / "distillation.png", dpi=150)
-    analysis = time.perf_counter() - start
-    metrics["peak_memory_gb"] = round(peak_memory(args.device) / 1e9, 2)
-    metrics["seconds"] = round(metrics.get("training_seconds", 0) + analysis, 1)
-    (args.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    print(f"figures and metrics: {args.folder}")
-    return metrics
+    data = None
+    for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
+        file = args.out / c.name / "metrics.json"
+        if file.exists():
+            read(file, c)  # refuses a finished run of other settings
+            continue
+        data = data or load_data(args)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint = file.with_name("checkpoint.pt")
+        train(c, data, checkpoint)
+        if rank > 0:
+            continue
+        record, begun = read(checkpoint), time.perf_counter()
+        start = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
+        run = dict(settings=vars(c), command=" ".join([start, f"{NAME}.py", *argv]))
+        git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
+        run |= dict(commit=subprocess.getoutput(git), torch=torch.__version__, log=record["log"])
+        cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        run["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
+        run |= analyse(load(checkpoint, args.device), c, data)
+        run["training_seconds"] = round(record["seconds"])
+        run["analysis_seconds"] = round(time.perf_counter() - begun)
+        file.with_suffix(".new").write_text(json.dumps(run, indent=1))
+        os.replace(file.with_suffix(".new"), file)
+    if ranks > 1:
+        dist.destroy_process_group()
+    if rank > 0:
+        return []
+    runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
+    if not runs:
+        sys.exit(f"no finished run in {args.out}")
+    plot_accuracy(runs).savefig(args.out / "accuracy.png", dpi=150)
+    print(table(runs), f"\nfigure: {args.out / 'accuracy.png'}", sep="\n")
+    return runs
 
 
 if __name__ == "__main__":

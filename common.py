@@ -1,8 +1,8 @@
 """The pieces that every experiment shares, each pure torch and easy to copy.
 
-    knn_entropy                          how diverse is a batch of samples? (differentiable)
-    fix_gauge                            remove the trivial symmetries of a network's weights
-    conv2d, linear, batch_norm, pooling  N different networks on N different batches
+    knn_entropy                              how diverse is a batch of samples? (differentiable)
+    fix_gauge                                remove the trivial symmetries of a network's weights
+    conv2d, linear, batch_norm, max_pool2d   N different networks on N different batches
 
 Letters for shapes: N networks, B images per network, F filters, K fan-in of a filter, C H W.
 The weights of one layer, for N networks, are ONE tensor `filters` of shape (N, F, K + 1): fan-in in
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
+def knn_entropy(samples: Tensor, dim: int) -> Tensor:
     """Entropy in nats of the distribution behind `samples` (N, D), up to a constant.
 
         H = psi(N) + dim / N * sum_i log eps_i,     eps_i: distance of sample i to its nearest other
@@ -29,28 +29,19 @@ def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
         raise ValueError(
             f"knn_entropy needs samples of shape (N, D) with N >= 2, got {tuple(samples.shape)}"
         )
-    if metric not in ("euclidean", "manhattan"):
-        raise ValueError(f"metric must be 'euclidean' or 'manhattan', got {metric!r}")
-
     # Which sample is nearest has no gradient, so the N x N distances need none, and only the N
     # smallest are computed again with it. |a - b|^2 = |a|^2 + |b|^2 - 2 ab is the fastest way to
     # find them; in float64, as in float32 it loses samples that are close but far from the origin.
     with torch.no_grad():
-        if metric == "euclidean":
-            centred = samples.double()
-            centred = centred - centred.mean(dim=0)
-            squares = torch.einsum("nd,nd->n", centred, centred)
-            distances = squares[:, None] + squares - 2 * (centred @ centred.T)  # (N, N)
-        else:
-            distances = torch.cdist(samples, samples, p=1)
+        centred = samples.double()
+        centred = centred - centred.mean(dim=0)
+        squares = torch.einsum("nd,nd->n", centred, centred)
+        distances = squares[:, None] + squares - 2 * (centred @ centred.T)  # (N, N)
         nearest = distances.fill_diagonal_(torch.inf).argmin(dim=1)  # (N,)
 
     # The floor keeps value and gradient finite where two samples coincide.
     offset = samples - samples.index_select(0, nearest)  # (N, D); reproducible on the CPU
-    if metric == "euclidean":
-        log_eps = 0.5 * torch.log(offset.square().sum(dim=1) + 1e-24)
-    else:
-        log_eps = torch.log(offset.abs().sum(dim=1) + 1e-12)
+    log_eps = 0.5 * torch.log(offset.square().sum(dim=1) + 1e-24)
     psi_n = sum(1 / k for k in range(1, n)) - 0.5772156649015329  # digamma of an integer
     return psi_n + dim * log_eps.mean()
 
@@ -58,8 +49,9 @@ def knn_entropy(samples: Tensor, dim: int, metric: str = "euclidean") -> Tensor:
 def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
     """Replace each network's weights by the one representative of all their symmetric copies.
 
-    Paper, section "Taking Symmetries Into Account". Three changes leave the function of a ReLU
-    network with a softmax at its end as it is:
+    Paper, section "Taking Symmetries Into Account". Three changes leave the function of a network
+    as it is, if its activations are ReLU or leaky ReLU, it has no normalisation layers and no skip
+    connections, and a softmax follows (for any other network this function changes what it does):
     - scaling a filter and its bias by a > 0, and its channel in the next layer by 1 / a.
       Here: the squares of each filter with its bias sum to K + 1, in all layers but the last.
     - adding one number to all logits. Here: the biases of the last layer have mean 0.
@@ -94,9 +86,10 @@ def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
     return layers
 
 
-# The layers of N networks at once. Which way is fastest was measured (tests/benchmark.py): on the
-# CPU one network after the other, channels last; on an accelerator one launch for all networks, a
-# convolution with N groups whose memory holds (B, N * C, H, W), so layers chain without copies.
+# The layers of N networks at once: a convolution with N groups, whose memory holds the images as
+# (B, N * C, H, W), so that layers chain without copies. On an accelerator that is one launch for
+# all networks. On the CPU one network after the other, channels last, is faster, as measured by
+# tests/benchmark.py: call your network through `each_network`, and N is 1 in the layers.
 
 
 def each_network(network, x: Tensor, layers: list[Tensor]) -> Tensor:
@@ -125,18 +118,18 @@ def conv2d(
     """
     n, channels = len(x), x.shape[2]
     weight = filters[..., :-1] if bias else filters
-    weight = weight.unflatten(-1, (channels, kernel_size, kernel_size))  # (N, F, C, k, k)
-    shift = filters[..., -1] if bias else None  # (N, F)
-    if x.device.type == "cpu":
-        shifts = shift.unbind() if bias else [None] * n
-        return _stack(
-            _conv2d_one(image, w, b, stride, padding)
-            for image, w, b in zip(_unstack(x), weight.unbind(), shifts)
-        )
-    shift = shift.flatten() if bias else None
-    return _apart(
-        F.conv2d(_side_by_side(x), weight.flatten(0, 1), shift, stride, padding, groups=n), n
-    )
+    weight = weight.unflatten(-1, (channels, kernel_size, kernel_size)).flatten(0, 1)
+    shift = filters[..., -1].flatten() if bias else None
+    x = side_by_side(x)
+    if x.device.type == "cpu" and x.shape[1] == 1:
+        # A single input channel: the library's gradient is slow, patches times filters three times
+        # as fast, and the result is channels last by itself.
+        x = F.pad(x, [padding] * 4)[:, 0]
+        patches = x.unfold(1, kernel_size, stride).unfold(2, kernel_size, stride)
+        y = F.linear(patches.flatten(3), weight.flatten(1), shift).permute(0, 3, 1, 2)
+    else:
+        y = F.conv2d(x, weight, shift, stride, padding, groups=n)
+    return apart(y, n)
 
 
 def linear(x: Tensor, filters: Tensor) -> Tensor:
@@ -155,60 +148,24 @@ def batch_norm(
 
     With `mean` and `var` (N, C) those moments are used, without them the batch's own.
     """
-    n, own = len(x), mean is None
     # Torch's gradient is wrong, without a word, if one of these is a column of a larger tensor.
-    gamma, beta = gamma.contiguous(), beta.contiguous()
-    mean, var = (None, None) if own else (mean.contiguous(), var.contiguous())
-    if x.device.type == "cpu":
-        moments = [(None, None)] * n if own else zip(mean.unbind(), var.unbind())
-        return _stack(
-            F.batch_norm(_channels_last(image), m, v, g, b, training=own)
-            for image, (m, v), g, b in zip(_unstack(x), moments, gamma.unbind(), beta.unbind())
-        )
-    mean, var = (None, None) if own else (mean.flatten(), var.flatten())
-    x = _side_by_side(x)
-    return _apart(F.batch_norm(x, mean, var, gamma.flatten(), beta.flatten(), training=own), n)
+    gamma, beta = gamma.flatten().contiguous(), beta.flatten().contiguous()
+    if mean is not None:
+        mean, var = mean.flatten().contiguous(), var.flatten().contiguous()
+    y = F.batch_norm(side_by_side(x), mean, var, gamma, beta, training=mean is None)
+    return apart(y, len(x))
 
 
 def max_pool2d(x: Tensor, kernel_size: int) -> Tensor:
     """Max pooling of (N, B, C, H, W) with stride `kernel_size`. Pool first, then ReLU: cheaper."""
-    if x.device.type == "cpu":
-        return F.max_pool2d(x.flatten(0, 1), kernel_size).unflatten(0, x.shape[:2])
-    return _apart(F.max_pool2d(_side_by_side(x), kernel_size), len(x))
+    return apart(F.max_pool2d(side_by_side(x), kernel_size), len(x))
 
 
-def _conv2d_one(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int
-) -> Tensor:
-    """One network on the CPU."""
-    if x.shape[1] > 1:
-        return F.conv2d(_channels_last(x), weight, bias, stride, padding)
-    # A single input channel: the library's gradient is slow, patches times filters three times as
-    # fast, and the result is channels last by itself.
-    k = weight.shape[-1]
-    patches = F.pad(x, [padding] * 4).unfold(2, k, stride).unfold(3, k, stride)[:, 0]
-    return F.linear(patches.flatten(3), weight.flatten(1), bias).permute(0, 3, 1, 2)
+def side_by_side(x: Tensor) -> Tensor:
+    """(N, B, C, H, W) -> (B, N * C, H, W); on the CPU channels last."""
+    x = x.transpose(0, 1).flatten(1, 2)
+    return x.contiguous(memory_format=torch.channels_last) if x.device.type == "cpu" else x
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def _stack(images) -> Tensor:
-    """N tensors (B, C, H, W) -> (N, B, C, H, W), channels last in memory; no copy for N = 1."""
-    images = [_channels_last(image).permute(0, 2, 3, 1) for image in images]
-    stacked = torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
-    return stacked.permute(0, 1, 4, 2, 3)
-
-
-def _unstack(x: Tensor) -> tuple[Tensor, ...]:
-    """unbind(), without the copy of the gradient for N = 1."""
-    return x.unbind() if len(x) > 1 else (x.squeeze(0),)
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1, 2)  # (N, B, C, H, W) -> (B, N * C, H, W)
-
-
-def _apart(x: Tensor, n: int) -> Tensor:
+def apart(x: Tensor, n: int) -> Tensor:
     return x.unflatten(1, (n, -1)).transpose(0, 1)  # (B, N * C, H, W) -> (N, B, C, H, W)
