@@ -55,18 +55,17 @@ RECIPES = dict(
 )
 QUICK = dict(steps=20, images=16, rows=2, tested=10, averaged=20, moments=200)  # at most
 TITLES = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) diversity")
-# The paper's accuracy of one network and of a vote of ten, by the name of our run.
-PAPER = dict(cifar10_a=[93.57], cifar10_b=[91.03, 94.96], cifar10_c=[88.20, 88.26])
-PAPER |= dict(cifar10_d=[83.61, 90.37])
+# Accuracy of one network and of a vote of ten in the paper, by the name of our run.
+PAPER = dict(cifar10_a={"1": 0.9357}, cifar10_b={"1": 0.9103, "10": 0.9496})
+PAPER |= dict(cifar10_c={"1": 0.8820, "10": 0.8826}, cifar10_d={"1": 0.8361, "10": 0.9037})
 COLOURS = dict(a="black", b="grey", c="C0", d="C1")
 SIZES = [1, 2, 5, 10, 20, 100, 1000, 10000]  # of ensembles and averages
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -114,8 +113,6 @@ def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
 
 
 # ---- Data ----------------------------------------------------------------------------------------
-
-
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     """Normalised images (B, 3, 32, 32), channels last, and labels (B,) of the splits train, val and
     test, all on the training device: 45,000, 5,000 and 10,000 of CIFAR."""
@@ -130,7 +127,11 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     else:
         cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[args.dataset]
         try:
+            if RANK > 0:
+                dist.barrier()  # until the first process has downloaded
             train, test = (cifar(args.data, train=t, download=True) for t in (True, False))
+            if RANK == 0 and RANKS > 1:
+                dist.barrier()
         except Exception as error:
             remedy = f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
             sys.exit(f"no {args.dataset} and no download ({type(error).__name__}): {remedy}")
@@ -217,8 +218,6 @@ def recalibrate(theta: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
-
-
 class Skip(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -238,7 +237,7 @@ class Hypernetwork(nn.Module):
     """G: noise z (N, Z) -> weights of N target networks, a list of (N, F, K + 2).
 
         G(z) = W(E(z) + bias)                                             the paper's
-        G(z) = mean_m + scale * (W(E(z) + bias_m) - W(bias_m))            around M learned means
+        G(z) = mean + scale * (W(E(z) + bias) - W(bias))                  around a learned mean
 
     As in 03, but the layers of the target network, (F, K + 2), are in groups: a code stands for the
     filters of one number in all layers of its group, or for the whole group if that has one code.
@@ -259,20 +258,16 @@ class Hypernetwork(nn.Module):
                 mlp(self.code_size, 800, sum(f * k for f, k in group) // n)
                 for group, n in zip(shapes, codes)
             )
-            self.bias = nn.Parameter(torch.zeros(max(1, means), width), start != "random")
+            self.bias = nn.Parameter(torch.zeros(1, width), start != "random")
             if start == "copies":
                 nn.init.normal_(self.bias)
                 self.extractor[-1].weight.data *= 0.2
 
-    def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
-        """(N, Z); `stratified`: each of M means is chosen equally often. Without codes N is M."""
-        number, device = len(self.means[0]) if self.means else 1, next(self.parameters()).device
-        n = n if self.codes else number
-        z = torch.randn(n, self.noise_size, device=device, generator=generator)
-        if stratified or not self.codes:
-            u = torch.rand(n, device=device, generator=generator).clamp(1e-5, 1 - 1e-5)
-            z[:, 0] = torch.special.ndtri((torch.arange(n, device=device) % number + u) / number)
-        return z
+    def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        device = next(self.parameters()).device
+        if not self.codes:  # the numbers of its networks
+            return torch.arange(len(self.means[0]), device=device)
+        return torch.randn(n, self.noise_size, device=device, generator=generator)
 
     def generate(self, codes: Tensor) -> list[Tensor]:
         """W: codes (N, C) -> weights of N networks."""
@@ -286,16 +281,13 @@ class Hypernetwork(nn.Module):
         return theta
 
     def forward(self, z: Tensor) -> list[Tensor]:
-        if not self.means:
-            return self.generate(self.extractor(z) + self.bias)
-        number = len(self.means[0])
-        m = (number * torch.special.ndtr(z[:, 0])).long().clamp(max=number - 1)  # (N,)
-        theta = [mean.index_select(0, m) for mean in self.means]
         if not self.codes:
-            return theta
-        made = self.generate(self.extractor(z) + self.bias.index_select(0, m))
-        middle = [w.index_select(0, m) for w in self.generate(self.bias)]
-        return [t + self.scale * (w - w0) for t, w, w0 in zip(theta, made, middle)]
+            return [mean.index_select(0, z) for mean in self.means]
+        made = self.generate(self.extractor(z) + self.bias)
+        if not self.means:
+            return made
+        middle = self.generate(self.bias)
+        return [a + self.scale * (b - c) for a, b, c in zip(self.means, made, middle)]
 
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -310,8 +302,6 @@ def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.opt
 
 
 # ---- Training ------------------------------------------------------------------------------------
-
-
 def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) -> tuple:
     """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n."""
     theta = model(z)
@@ -343,8 +333,6 @@ def rate_factor(c: argparse.Namespace, step: int) -> float:
 
 def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     """Train one column, or go on where a stopped run stood. What it leaves behind is the file."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = slice(rank * c.networks // ranks, (rank + 1) * c.networks // ranks)
     x, y = data["train"]
     stream = (1 + c.seed % 4000) * 10**6  # torch's generator has 2**32 seeds
     torch.manual_seed(stream)
@@ -355,20 +343,20 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.load_state_dict(record["model"])
         for optimizer, state in zip(optimizers, record["optimizers"]):
             optimizer.load_state_dict(state)
-    parallel = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    parallel = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
 
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks in all from the second half of its chains, the last ones among them.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
     first, every = record["step"], math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
-    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, disable=rank > 0)
+    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, disable=RANK > 0)
     for step in bar:
         # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
         generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
-        z = model.noise(c.networks, generator, stratified=True)[mine]
-        batch = draw(padded, y, (c.networks, c.images), c.shared, generator)
-        images, labels = (part[mine] for part in batch)
+        z = model.noise(c.networks, generator)
+        batch = z, *draw(padded, y, (c.networks, c.images), c.shared, generator)
+        z, images, labels = (part.chunk(RANKS)[RANK] for part in batch)  # those of this process
         # Learn first, spread later: networks that are spread while they know nothing stay useless.
         ramp = min(1.0, step / max(1, c.ramp * c.steps))
         loss, loss_acc, diversity, acc = training_step(parallel, z, images, labels, c, ramp)
@@ -385,7 +373,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         if c.column == "b" and done in taken:
             record["chain"].append([mean.detach().cpu().clone() for mean in model.means])
         logging = done % every == 0 or done == c.steps
-        if rank == 0 and (logging or time.perf_counter() - saved > SAVE_SECONDS):
+        if RANK == 0 and (logging or time.perf_counter() - saved > SAVE_SECONDS):
             row = dict(loss_acc=loss_acc, diversity=diversity, acc=acc, norm=norm)
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
             if not all(map(math.isfinite, row.values())):
@@ -408,8 +396,7 @@ def read(file: Path, c: argparse.Namespace | None = None) -> dict:
             record = json.loads(file.read_text())
         else:
             record = torch.load(file, map_location="cpu", weights_only=True)
-        theirs = record["settings"]
-        ours = vars(c) if c else dict(script=NAME)
+        theirs, ours = record["settings"], vars(c) if c else dict(script=NAME)
     except Exception as error:
         sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
     if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:
@@ -428,8 +415,6 @@ def load(file: str | Path, device: str = "cpu") -> nn.Module:
 
 
 # ---- Evaluation and figures ----------------------------------------------------------------------
-
-
 @torch.no_grad()
 def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """The weights of n networks, or of as many as there are."""
@@ -496,12 +481,12 @@ def validate(model: nn.Module, data: dict) -> dict:
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
     """Networks of the same z, tested one by one, voting, and averaged into one (distillation)."""
     x, y = data["test"]
-    z = model.noise(max(c.tested, c.averaged), torch.Generator(x.device).manual_seed(TEST))
+    z = model.noise(max(c.tested, c.averaged), torch.Generator(y.device).manual_seed(TEST))
     images = data["train"][0][: c.moments]
     theta = recalibrate(model(z[: c.tested]), images)
-    result = dict(test=evaluate(predict(theta, x), y))
+    result = dict(test=evaluate(predict(theta, x), y), averaged={})
     result["val"] = evaluate(predict(theta, data["val"][0]), data["val"][1])  # for choices
-    mean, first, result["averaged"] = None, 0, {}
+    mean, first = None, 0
     for n in (n for n in SIZES if n <= c.averaged):
         for part in z[first:n].split(20):
             first += len(part)
@@ -525,18 +510,17 @@ def plot_accuracy(runs: list[dict]) -> Figure:
         c, log, colour = run["settings"], run["log"], COLOURS[run["settings"]["column"]]
         millions = [row["step"] * c["networks"] * c["images"] / 1e6 for row in log]
         left.plot(millions, [100 * row["val_vote"] for row in log], color=colour, label=title(c))
-        for curve, style in ((run["test"]["vote"], "o-"), (run["averaged"], "s:")):
+        curves = {"o-": run["test"]["vote"], "s:": run["averaged"], "x": PAPER.get(c["name"], {})}
+        for style, curve in curves.items():
             accs = [100 * acc for acc in curve.values()]
-            right.plot([int(n) for n in curve], accs, style, color=colour, markersize=4)
-        paper = PAPER.get(c["name"], [])
-        right.plot([1, 10][: len(paper)], paper, "x", color=colour, markersize=9)
+            right.plot([int(n) for n in curve], accs, style, color=colour, markersize=5)
     for style, label in ("o-", "vote of n"), ("s:", "ONE network: n averaged"), ("x", "paper's"):
         right.plot([], [], style, color="black", label=label)
     left.set(xlabel="training images (millions)", ylabel="validation accuracy (%)")
     left.set(title="vote of ten, or of the networks of SGD")
     right.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title="at the end")
-    left.grid(alpha=0.3)
-    right.grid(alpha=0.3)
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -546,26 +530,38 @@ def table(runs: list[dict]) -> str:
     rows = [head, ["---"] * 7]
     for run in runs:
         c, test = run["settings"], run["test"]
-        votes = [test["vote"].get(n) for n in ("1", "10", "20")] + [test["disagreement"]]
-        rows.append([title(c), ", ".join(f"{acc:.2f} %" for acc in PAPER.get(c["name"], []))])
-        rows[-1] += [f"{100 * acc:.2f} %" if acc else "" for acc in votes]
-        rows[-1] += [", ".join(f"{test['nll'][n]:.3f}" for n in ("1", "10") if n in test["nll"])]
+        paper = [f"{100 * acc:.2f} %" for acc in PAPER.get(c["name"], {}).values()]
+        accs = [test["vote"].get(n) for n in ("1", "10", "20")] + [test["disagreement"]]
+        nlls = [f"{test['nll'][n]:.3f}" for n in ("1", "10") if n in test["nll"]]
+        cells = [f"{100 * acc:.2f} %" if acc else "" for acc in accs]
+        rows.append([title(c), ", ".join(paper), *cells, ", ".join(nlls)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
+def provenance(argv: list[str], device: str) -> dict:
+    start = "python" if RANKS == 1 else f"torchrun --nproc_per_node={RANKS}"
+    command = " ".join([start, f"{NAME}.py", *argv])
+    git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name() if device == "cuda" else cpu
+    return dict(
+        command=command,
+        commit=subprocess.getoutput(git),
+        hardware=hardware,
+        torch=torch.__version__,
+    )
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    rank, ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if any(c.networks % ranks for c in args.runs):
-        sys.exit(f"--networks: {ranks} processes need a multiple of {ranks} networks in a step")
-    if ranks > 1:  # started by torchrun
+    if any(c.networks % RANKS for c in args.runs):
+        sys.exit(f"--networks: {RANKS} processes need a multiple of {RANKS} networks in a step")
+    if RANKS > 1:  # started by torchrun
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(timeout=timedelta(days=1))  # the others wait while rank 0 analyses
+        dist.init_process_group(timeout=timedelta(days=1))  # others wait for rank 0's analyses
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     data = None
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
@@ -577,23 +573,17 @@ def main(argv: list[str] | None = None) -> list[dict]:
         file.parent.mkdir(parents=True, exist_ok=True)
         checkpoint = file.with_name("checkpoint.pt")
         train(c, data, checkpoint)
-        if rank > 0:
-            continue
-        record, begun = read(checkpoint), time.perf_counter()
-        start = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
-        run = dict(settings=vars(c), command=" ".join([start, f"{NAME}.py", *argv]))
-        git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
-        run |= dict(commit=subprocess.getoutput(git), torch=torch.__version__, log=record["log"])
-        cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        run["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
-        run |= analyse(load(checkpoint, args.device), c, data)
-        run["training_seconds"] = round(record["seconds"])
-        run["analysis_seconds"] = round(time.perf_counter() - begun)
-        file.with_suffix(".new").write_text(json.dumps(run, indent=1))
-        os.replace(file.with_suffix(".new"), file)
-    if ranks > 1:
+        if RANK == 0:
+            record, begun = read(checkpoint), time.perf_counter()
+            run = dict(settings=vars(c), log=record["log"]) | provenance(argv, args.device)
+            run |= analyse(load(checkpoint, args.device), c, data)
+            run["training_seconds"] = round(record["seconds"])
+            run["analysis_seconds"] = round(time.perf_counter() - begun)
+            file.with_suffix(".new").write_text(json.dumps(run, indent=1))
+            os.replace(file.with_suffix(".new"), file)
+    if RANKS > 1:
         dist.destroy_process_group()
-    if rank > 0:
+    if RANK > 0:
         return []
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
     if not runs:
