@@ -7,6 +7,7 @@ torch.nn.functional, and torch.vmap of the same plain network, measured in turn 
 moment of the machine hits all three. Above 1 means that ours are faster.
 """
 
+import functools
 import importlib
 import sys
 import time
@@ -68,7 +69,7 @@ def plain_resnet_part(x, *theta):
 # name: (our network, plain network, N, images (B, C, H, W), weights (F, K + 1))
 CASES = {
     "MNIST": (mnist.target_network, plain_mnist, 32, (32, 1, 28, 28), mnist.SHAPES),
-    "LeNet": (lenet.target_network, plain_lenet, 10, (128, 3, 32, 32), lenet.shapes(10)),
+    "LeNet": (lenet.target_network, plain_lenet, 10, (128, 3, 32, 32), [*lenet.HIDDEN, (10, 85)]),
     "ResNet-32, part": (
         resnet_part,
         plain_resnet_part,
@@ -113,68 +114,45 @@ def networks_row(name: str) -> None:
     print(f"{name:18s}{1000 * result['ours']:11.0f}{ratios[0]:13.2f}{ratios[1]:13.2f}")
 
 
-def step_row(name: str, model, step, target, x, y, rounds: int) -> None:
+def step_row(name: str, script, c, model, draw, rounds: int) -> None:
     """A whole training step, batch and optimizer included, against its bare networks."""
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    theta = [t.detach().requires_grad_() for t in model(model.noise(len(x)))]
+    x, y = draw()
+    theta = [t.detach().requires_grad_() for t in model(model.noise(c.networks))]
 
     def whole():
-        optimizer.zero_grad()
-        step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 5e3)
+        model.zero_grad()
+        (script.training_step(model, model.noise(c.networks), *draw(), c)[0] / c.lam).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 
     def bare():
-        logits = each_network(target, x, theta)
+        logits = each_network(script.target_network, x, theta)
         torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), y.flatten()), theta)
 
     result = timed(dict(step=whole, bare=bare), rounds)
     ratio, rate = result["step"] / result["bare"], y.numel() / result["step"]
-    networks, images = y.shape
     print(
-        f"{name} training step, {networks} networks x {images} images: "
+        f"{name} training step, {c.networks} networks x {c.images} images: "
         f"{1000 * result['step']:.0f} ms, {ratio:.2f} times its networks, {rate:.0f} images/s"
     )
 
 
-def mnist_step() -> None:
-    model, y = mnist.Hypernetwork(), torch.randint(10, (2000,))
-    windows = mnist.shifted_windows(torch.rand(2000, 1, 28, 28), 1)
-
-    def batch():
-        index, row, column = (torch.randint(k, (32, 32)) for k in windows.shape[:3])
-        return windows[index, row, column], y[index]
-
-    def step():
-        mnist.training_step(model, *batch(), 1e3)[0].backward()
-
-    step_row("MNIST", model, step, mnist.target_network, *batch(), rounds=20)
+def mnist_step(rounds: int = 20) -> None:
+    (c,) = mnist.parse_args(["--device", "cpu", "--runs", "hypernet"]).runs
+    padded, y = torch.rand(2000, 1, 30, 30), torch.randint(10, (2000,))
+    draw = functools.partial(mnist.draw, padded, y, (c.networks, c.images), None)
+    step_row("MNIST", mnist, c, mnist.make_model(c), draw, rounds)
 
 
-def lenet_step(images: int) -> None:
-    args = lenet.parse_args(["--device", "cpu", "--images", str(images), "--out", "runs/benchmark"])
-    model, y = lenet.Hypernetwork(), torch.randint(10, (5000,))
-    crops = lenet.all_crops(torch.randn(5000, 3, 32, 32), 4)
-
-    def step():
-        batch = lenet.draw_batch(crops, y, args, lenet.seeded(args, 0))
-        lenet.training_step(model, model.noise(args.networks), *batch, args)[0].backward()
-
-    x, labels = lenet.draw_batch(crops, y, args, lenet.seeded(args, 0))
-    step_row("LeNet", model, step, lenet.target_network, x, labels, rounds=10)
-
-
-def resnet_step() -> None:
-    args = resnet.parse_args(["--device", "cpu", "--images", "64", "--out", "runs/benchmark"])
-    model, y = resnet.Hypernetwork(), torch.randint(10, (1000,))
-    crops = resnet.all_crops(torch.randn(1000, 3, 32, 32), 4)
-
-    def step():
-        batch = resnet.draw_batch(crops, y, args, 0, resnet.seeded(args, 0, 0))
-        resnet.training_step(model, model.noise(args.networks), *batch, args)
-
-    x, labels = resnet.draw_batch(crops, y, args, 0, resnet.seeded(args, 0, 0))
-    step_row("ResNet-32", model, step, resnet.target_network, x, labels, rounds=3)
+def cifar_step(name: str, script, networks: int, images: int, rounds: int) -> None:
+    flags = f"--device cpu --columns d --networks {networks} --images {images}"
+    (c,) = script.parse_args(flags.split()).runs
+    size = 32 + 2 * c.crop
+    padded, y = torch.randn(2000, 3, size, size), torch.randint(10, (2000,))
+    model, _ = script.make_model(c, "cpu")
+    draw = functools.partial(script.draw, padded, y, (networks, images), c.shared, None)
+    step_row(name, script, c, model, draw, rounds)
 
 
 if __name__ == "__main__":
@@ -184,6 +162,6 @@ if __name__ == "__main__":
     for name in CASES:
         networks_row(name)
     mnist_step()
-    lenet_step(512)
-    lenet_step(128)
-    resnet_step()
+    cifar_step("LeNet", lenet, 10, 512, rounds=10)
+    cifar_step("LeNet", lenet, 10, 128, rounds=10)
+    cifar_step("ResNet-32", resnet, 4, 64, rounds=3)

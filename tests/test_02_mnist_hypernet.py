@@ -3,9 +3,12 @@ import json
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,21 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["--fake-data", "--device", "cpu", "--steps", "6", "--batch", "4", "--images", "4"]
-TINY += ["--networks", "6", "--ensemble-size", "3", "--ensembles", "4", "--pca-samples", "30"]
-TINY += ["--path-pairs", "3", "--path-images", "40", "--attacked-images", "20"]
-TINY += ["--attacked-ensemble", "3", "--validate-every", "3"]
+TINY = ["--fake-data", "--device", "cpu", "--steps", "6", "--networks", "4", "--images", "4"]
+
+
+def settings(mnist, *flags: str) -> Namespace:
+    """Of the first run of a command."""
+    return mnist.parse_args([*TINY, *flags]).runs[0]
+
+
+def build(mnist, recipe: str = "hypernet") -> nn.Module:
+    torch.manual_seed(0)
+    return mnist.make_model(settings(mnist, "--runs", recipe))
+
+
+def load_data(mnist) -> dict:
+    return mnist.load_data(Namespace(fake_data=True, device="cpu"))
 
 
 def parameters(module: nn.Module) -> int:
@@ -30,7 +44,7 @@ def parameters(module: nn.Module) -> int:
 
 
 def test_counts_of_the_paper(mnist):
-    hypernet = mnist.Hypernetwork("paper")
+    hypernet = build(mnist, "paper")
     linear = [m for m in hypernet.modules() if isinstance(m, nn.Linear)]
     assert sum(f * k for f, k in mnist.SHAPES) == 20018
     assert parameters(hypernet) == 633640
@@ -39,8 +53,22 @@ def test_counts_of_the_paper(mnist):
     parts = [hypernet.extractor, *hypernet.generators]
     counts = [sum(m.weight.numel() for m in part if m in linear) for part in parts]
     assert counts == [436500, 3240, 91600, 90000, 9900]
-    assert parameters(mnist.Hypernetwork("ours")) == 633640 + 855
-    assert parameters(mnist.MNFG()) == 808156
+    assert parameters(build(mnist)) == 633640 + 855
+    mnfg = build(mnist, "mnfg")
+    assert [parameters(layer) for layer in mnfg.layers] == [31180, 40540, 728652, 7784]
+    assert mnfg.noise(2).shape == (2, 840 + 20018)
+
+
+def test_recipes_are_the_documented_ones(mnist):
+    hypernet, mnfg, paper = mnist.parse_args(["--device", "cpu"]).runs
+    assert (hypernet.steps, hypernet.lr, hypernet.networks, hypernet.images) == (3000, 2e-3, 32, 32)
+    assert (hypernet.lam, hypernet.shift, hypernet.start) == (1e3, 1, "copies")
+    assert (mnfg.steps, mnfg.lr, mnfg.networks, mnfg.lam) == (55000, 1e-3, 4, 55000)
+    assert (paper.steps, paper.lr, paper.lam, paper.start) == (13000, 3e-4, 1e3, "random")
+    assert paper.shift == 0
+    assert [c.name for c in (hypernet, mnfg, paper)] == ["hypernet", "mnfg", "paper"]
+    flags = ["--device", "cpu", "--runs", "hypernet", "--lam", "1e5", "--seed", "1"]
+    assert mnist.parse_args(flags).runs[0].name == "hypernet_lam100000_seed1"
 
 
 def test_target_network_is_the_papers(mnist):
@@ -60,8 +88,7 @@ def test_target_network_is_the_papers(mnist):
 
 def test_generators_are_shared_by_the_filters_of_a_layer(mnist):
     """Equal codes give equal filters, and a filter depends on its own code only."""
-    torch.manual_seed(0)
-    hypernet = mnist.Hypernetwork("ours").eval()
+    hypernet = build(mnist).eval()
     with torch.no_grad():
         hypernet.extractor[-1].weight.zero_()  # the codes are the bias alone
         bias = hypernet.extractor[-1].bias.view(57, 15)
@@ -71,53 +98,100 @@ def test_generators_are_shared_by_the_filters_of_a_layer(mnist):
     assert not torch.allclose(theta[0][:, 0], theta[0][:, 2])
 
 
-def test_near_copies_at_the_start(mnist):
-    """With "ours" networks of different z start alike; with the paper's recipe they do not."""
-    torch.manual_seed(0)
+def test_starts(mnist):
+    """With "copies" networks of different z start alike; with the paper's start they do not."""
 
     def likeness(recipe):
-        theta = mnist.flat(mnist.sample(mnist.Hypernetwork(recipe), 8))
-        theta = F.normalize(theta, dim=1)
+        theta = F.normalize(mnist.flat(mnist.sample(build(mnist, recipe), 8)), dim=1)
         return (theta @ theta.T)[~torch.eye(8, dtype=torch.bool)].mean().item()
 
-    assert likeness("ours") > 0.8
-    assert likeness("paper") < 0.5
+    assert likeness("hypernet") > 0.95
+    assert likeness("paper") < 0.85  # of eight seeds: 0.25 to 0.76
 
 
-def test_sampled_networks_are_gauge_fixed(mnist):
-    torch.manual_seed(0)
-    for model in (mnist.Hypernetwork("ours"), mnist.MNFG()):
-        theta = mnist.sample(model, 3)
-        assert [tuple(t.shape) for t in theta] == [(3, *shape) for shape in mnist.SHAPES]
-        for layer in theta[:-1]:
-            norms = layer.square().sum(dim=-1)
-            torch.testing.assert_close(norms, torch.full_like(norms, layer.shape[-1]))
-        assert theta[-1][..., -1].mean(dim=1).abs().max() < 1e-5
+def test_models_for_another_target_network(mnist):
+    """Five layers, other widths; a list that is too short is refused, not cut."""
+    shapes = [(4, 10), (6, 37), (5, 7), (5, 6), (3, 6)]
+    hypernet = mnist.Hypernetwork(shapes, codes=[4, 6, 5, 1, 1], widths=[8] * 5)
+    mnfg = mnist.MNFG(shapes, convs=2, stds=[0.1] * 5)
+    for model in (hypernet, mnfg):
+        theta, entropy = model.theta_and_entropy(model.noise(3))
+        assert [tuple(t.shape) for t in theta] == [(3, *shape) for shape in shapes]
+        assert entropy.isfinite()
+    with pytest.raises(ValueError):
+        mnist.Hypernetwork(shapes, codes=[4, 6, 5, 1], widths=[8] * 5)
 
 
-def test_a_network_depends_on_its_own_z(mnist):
-    torch.manual_seed(0)
-    for model in (mnist.Hypernetwork("ours").eval(), mnist.MNFG().eval()):
-        noise = model.noise(4)
-        with torch.no_grad():
-            together, alone = mnist.flat(model(noise)), mnist.flat(model(noise[2:3]))
-        torch.testing.assert_close(together[2:3], alone, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("recipe", ["hypernet", "mnfg"])
+def test_sampled_networks_are_gauge_fixed(mnist, recipe):
+    theta = mnist.sample(build(mnist, recipe), 3)
+    assert [tuple(t.shape) for t in theta] == [(3, *shape) for shape in mnist.SHAPES]
+    for layer in theta[:-1]:
+        norms = layer.square().sum(dim=-1)
+        torch.testing.assert_close(norms, torch.full_like(norms, layer.shape[-1]))
+    assert theta[-1][..., -1].mean(dim=1).abs().max() < 1e-5
 
 
-def test_flat_and_back(mnist):
-    theta = [torch.randn(2, *shape) for shape in mnist.SHAPES]
-    assert mnist.flat(theta).shape == (2, 20018)
-    assert all(torch.equal(a, b) for a, b in zip(theta, mnist.unflat(mnist.flat(theta))))
+@pytest.mark.parametrize("recipe", ["hypernet", "mnfg"])
+def test_a_network_depends_on_its_own_z(mnist, recipe):
+    model = build(mnist, recipe).eval()
+    z = model.noise(4)
+    with torch.no_grad():
+        together, alone = mnist.flat(model(z)), mnist.flat(model(z[2:3]))
+    torch.testing.assert_close(together[2:3], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_shifted_windows(mnist):
-    """Against torch.roll: the border is black, so that what leaves and what enters is zero."""
-    x = F.pad(torch.rand(3, 1, 20, 20), [4] * 4)
-    windows = mnist.shifted_windows(x, 2)
-    assert windows.shape == (3, 5, 5, 1, 28, 28)
-    assert torch.equal(windows[:, 2, 2], x)
-    assert torch.equal(windows[:, 0, 3], x.roll((2, -1), dims=(2, 3)))
-    assert torch.equal(mnist.shifted_windows(x, 0)[:, 0, 0], x)
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_draw_moves_images(mnist):
+    """Every crop is its image rolled by at most the padding: the border is black."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = F.pad(torch.rand(3, 1, 20, 20, generator=generator), [4] * 4), torch.tensor([5, 6, 7])
+    images, labels = mnist.draw(F.pad(x, [2] * 4), y, (4, 25), generator)
+    moves = set()
+    for image, label in zip(images.flatten(0, 1), labels.flatten()):
+        original = x[label - 5]
+        rolls = [(r, c) for r in range(-2, 3) for c in range(-2, 3)]
+        moves |= {m for m in rolls if torch.equal(image, original.roll(m, dims=(1, 2)))}
+        assert any(torch.equal(image, original.roll(m, dims=(1, 2))) for m in rolls)
+    assert len(moves) > 20 and len(labels.unique()) == 3
+    unmoved, labels = mnist.draw(x, y, (1, 9), generator)
+    assert torch.equal(unmoved[0], x[labels[0] - 5])
+
+
+def test_load_data_reads_mnists_files(mnist, tmp_path):
+    """Files as MNIST's, of 60 and 20 images: a twelfth of the first is for validation."""
+    generator = torch.Generator().manual_seed(0)
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    pixels, digits = {}, {}
+    for split, n in ("train", 60), ("t10k", 20):
+        pixels[split] = torch.randint(256, (n, 28, 28), generator=generator)
+        digits[split] = torch.randint(10, (n,), generator=generator)
+        for name, magic, values in ("images-idx3", 2051, pixels), ("labels-idx1", 2049, digits):
+            head = struct.pack(f">{1 + values[split].ndim}i", magic, *values[split].shape)
+            content = head + bytes(values[split].flatten().tolist())
+            (tmp_path / "MNIST" / "raw" / f"{split}-{name}-ubyte").write_bytes(content)
+    data = mnist.load_data(mnist.parse_args(["--device", "cpu", "--data", str(tmp_path)]))
+    expected = dict(
+        val=("train", slice(5)), train=("train", slice(5, 60)), test=("t10k", slice(20))
+    )
+    for name, (split, part) in expected.items():
+        torch.testing.assert_close(data[name][0], pixels[split][part, None].float() / 255)
+        assert data[name][1].tolist() == digits[split][part].tolist()
+
+
+def test_no_data_is_one_clear_message(mnist, tmp_path, monkeypatch):
+    def no_network(*_, **__):
+        raise RuntimeError("Error downloading")
+
+    monkeypatch.setattr(mnist.datasets, "MNIST", no_network)
+    with pytest.raises(SystemExit, match="--fake-data"):
+        mnist.main(["--device", "cpu", "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+# ---- objective -----------------------------------------------------------------------------------
 
 
 def plain_logits(x, theta, n):
@@ -129,18 +203,14 @@ def plain_logits(x, theta, n):
     return F.linear(x, w4[:, :-1], w4[:, -1])
 
 
-@pytest.mark.parametrize("kind", ["hypernet", "mnfg"])
-def test_objective(mnist, kind):
+@pytest.mark.parametrize("recipe", ["paper", "mnfg"])
+def test_objective(mnist, recipe):
     """loss = lam * cross-entropy - entropy (of MNFG: + its bound), from plain loops."""
-    torch.manual_seed(0)
-    model = mnist.make_model(dict(model=kind, recipe="paper"))
-    x, y = torch.rand(4, 3, 1, 28, 28), torch.randint(10, (4, 3))
-    torch.manual_seed(1)
-    loss, loss_acc, entropy, acc = mnist.training_step(model, x, y, lam=70.0)
-    torch.manual_seed(1)
-    noise = model.noise(4)
-    if kind == "hypernet":
-        theta = model(noise)
+    model = build(mnist, recipe)
+    x, y, z = torch.rand(4, 3, 1, 28, 28), torch.randint(10, (4, 3)), model.noise(4)
+    loss, loss_acc, entropy, acc = mnist.training_step(model, z, x, y, Namespace(lam=70.0))
+    if recipe == "paper":
+        theta = model(z)
         vectors = torch.cat([filters.flatten(1) for filters in theta], dim=1)
         logs = [
             min(torch.dist(vectors[i], vectors[j]) for j in range(4) if j != i).log()
@@ -148,10 +218,14 @@ def test_objective(mnist, kind):
         ]
         plain = torch.digamma(torch.tensor(4.0)) + 300 * sum(logs) / 4
     else:
-        drawn = model.layers_drawn(noise)
-        theta = [filters for filters, _, _ in drawn]
-        bounds = [layer.bound(*one) for layer, one in zip(model.layers, drawn)]  # (4 layers, N)
-        plain = -sum(bound.sum() for bound in bounds) / 4
+        noise_z = z[:, :840].split([32, 16, 784, 8], dim=1)
+        noise = z[:, 840:].split([f * k for f, k in mnist.SHAPES], dim=1)
+        drawn = [
+            layer(a, b.reshape(4, *shape))
+            for layer, a, b, shape in zip(model.layers, noise_z, noise, mnist.SHAPES)
+        ]
+        theta = [filters for filters, _ in drawn]
+        plain = -sum(bound.sum() for _, bound in drawn) / 4
     logits = [plain_logits(x, theta, n) for n in range(4)]
     cross_entropy = sum(F.cross_entropy(logits[n], y[n]) for n in range(4)) / 4
     torch.testing.assert_close(entropy, plain)
@@ -161,119 +235,32 @@ def test_objective(mnist, kind):
     assert acc.item() == pytest.approx(hits / 12)
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
+def test_learning_rates(mnist):
+    ours = settings(mnist, "--steps", "1000")
+    assert mnist.rate_factor(ours, 0) == pytest.approx(1 / 200)
+    assert max(mnist.rate_factor(ours, s) for s in range(1000)) <= 1
+    assert mnist.rate_factor(ours, 999) == pytest.approx(1 / 800)
+    assert mnist.rate_factor(settings(mnist, "--steps", "1"), 0) > 0
+    paper = settings(mnist, "--runs", "paper")
+    assert paper.lr * mnist.rate_factor(paper, 13000) == pytest.approx(2.3e-4, rel=0.01)
 
 
-def test_majority_by_hand(mnist):
-    #                       image: 0  1  2  3
-    votes = torch.tensor([[7, 2, 9, 4], [7, 2, 3, 5], [1, 8, 3, 6]])
-    assert mnist.majority(votes).tolist() == [7, 2, 3, 4]  # the last is a tie: smallest class
-    # Pairs that differ, of three: 2, 2, 2, 3
-    assert mnist.disagreement(votes) == pytest.approx((2 + 2 + 2 + 3) / 12)
-
-
-def test_evaluation_in_chunks_is_evaluation_at_once(mnist):
-    torch.manual_seed(0)
-    theta = mnist.sample(mnist.Hypernetwork("ours"), 3)
-    x = torch.rand(20, 1, 28, 28)
-    torch.testing.assert_close(mnist.predict(theta, x, images=7), mnist.predict(theta, x))
-    alone = mnist.predict([filters[1:2] for filters in theta], x)
-    torch.testing.assert_close(mnist.predict(theta, x)[1:2], alone)
-
-
-def test_calibration_by_hand(mnist):
-    """Two images at confidence 0.9, one right; one at 0.5, right: error (|1.8-1| + |0.5-1|) / 3."""
-    probabilities = torch.full((3, 10), 0.0)
-    probabilities[0, 1], probabilities[1, 2], probabilities[2, 3] = 0.9, 0.9, 0.5
-    probabilities[:, 0] = 1 - probabilities.sum(dim=1)
-    probabilities[2, 0] = 0.25
-    probabilities[2, 5] = 0.25
-    y = torch.tensor([1, 7, 3])
-    bins = mnist.reliability(probabilities, y)
-    assert bins[0].sum() == 3
-    assert mnist.calibration_error(bins).item() == pytest.approx((0.8 + 0.5) / 3, rel=1e-5)
-
-
-@pytest.mark.parametrize("n, d", [(50, 8), (20, 60)])
-def test_pca_is_numpys_svd(mnist, n, d):
-    torch.manual_seed(0)
-    samples = torch.randn(n, d, dtype=torch.float64) * torch.linspace(3, 0.5, d) + 5
-    scores, shares = mnist.pca(samples)
-    centred = (samples - samples.mean(dim=0)).numpy()
-    u, s, _ = np.linalg.svd(centred, full_matrices=False)
-    np.testing.assert_allclose(np.abs(scores), np.abs(u * s)[:, :6], atol=1e-8)
-    np.testing.assert_allclose(shares, (s**2 / (s**2).sum())[:6])
-
-
-def test_paths_share_their_ends(mnist):
-    torch.manual_seed(0)
-    x, y = mnist.fake_data(60)
-    result = mnist.paths(mnist.Hypernetwork("paper"), x, y, pairs=2, points=5)
-    for direct, interpolated in zip(result["direct"], result["interpolated"]):
-        assert len(direct) == 5
-        assert direct[0] == interpolated[0] and direct[-1] == interpolated[-1]
-
-
-def test_paths_go_through_the_right_networks(mnist, monkeypatch):
-    """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the weights and of the noise."""
-    torch.manual_seed(0)
-    model = mnist.Hypernetwork("paper").eval()
-    seen = []
-    monkeypatch.setattr(
-        mnist, "predict", lambda theta, x: seen.append(mnist.flat(theta)) or torch.rand(3, 4, 10)
-    )
-    mnist.paths(model, torch.rand(4, 1, 28, 28), torch.zeros(4), pairs=1, points=3)
-    z1, z2 = model.noise(2, torch.Generator().manual_seed(4))
-    with torch.no_grad():
-        one, two, middle = mnist.flat(model(torch.stack([z1, z2, (z1 + z2) / 2])))
-    direct, interpolated = seen
-    torch.testing.assert_close(direct, torch.stack([two, (one + two) / 2, one]))
-    torch.testing.assert_close(interpolated, torch.stack([two, middle, one]))
-
-
-def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
-    torch.manual_seed(0)
-    theta = [torch.randn(1, f, k) / k**0.5 for f, k in mnist.SHAPES]
-    x = torch.rand(8, 1, 28, 28)
-    target = torch.arange(8)
-    sign = mnist.fast_gradient(theta, x, target)
-    moved = (x + 0.03 * sign - x).abs()
-    reached = sign != 0  # pixels that no live neuron sees have no gradient
-    assert reached.float().mean() > 0.5
-    torch.testing.assert_close(moved[reached], torch.full_like(moved[reached], 0.03))
-    before, after = (
-        mnist.predict(theta, images)[0, torch.arange(8), target] for images in (x, x + 1e-3 * sign)
-    )
-    assert (after > before).all()
-
-
-def test_attacks_aim_at_wrong_classes_of_images_that_were_right(mnist, monkeypatch):
-    torch.manual_seed(0)
-    model = mnist.Hypernetwork("ours")
-    x, _ = mnist.fake_data(60)
-    first = mnist.sample(model, 1, torch.Generator().manual_seed(5))  # the network to be attacked
-    y = mnist.predict(first, x)[0].argmax(dim=-1)
-    y[30:] = (y[30:] + 1) % 10  # it gets half of them right
-    targets = []
-    fast_gradient = mnist.fast_gradient
-    monkeypatch.setattr(
-        mnist, "fast_gradient", lambda theta, x, t: targets.append(t) or fast_gradient(theta, x, t)
-    )
-    result = mnist.adversarial(model, x, y, members=3)
-    assert result["images"] == 30 and len(targets[0]) == 30
-    assert (targets[0] != y[:30]).all() and len(targets[0].unique()) > 3
-    assert result["single_fooled"][0] == 0  # epsilon = 0
-
-
-def test_learning_rates(mnist, tmp_path):
-    out = ["--device", "cpu", "--out", str(tmp_path)]
-    ours = mnist.parse_args(["--steps", "1000", "--lr", "1", *out])
-    assert mnist.learning_rate(ours, 0) == pytest.approx(1 / 200)
-    assert max(mnist.learning_rate(ours, s) for s in range(1000)) <= 1
-    assert mnist.learning_rate(ours, 999) == pytest.approx(1 / 800)
-    assert mnist.learning_rate(mnist.parse_args(["--steps", "1", *out]), 0) > 0
-    paper = mnist.parse_args(["--recipe", "paper", *out])
-    assert mnist.learning_rate(paper, 13000) == pytest.approx(2.3e-4, rel=0.01)
+@pytest.mark.parametrize("recipe", ["hypernet", "mnfg"])
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_training_step_without_the_device(mnist, recipe, device, monkeypatch):
+    """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
+    cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
+    monkeypatch.setattr(nn.init, "trunc_normal_", lambda tensor, **_: tensor)  # it reads values
+    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
+        with torch.device(device):  # for the parameters; the step must find its device by itself
+            net = build(mnist, recipe)
+        x = torch.rand(4, 3, 1, 28, 28, device=device)
+        y = torch.zeros(4, 3, dtype=torch.long, device=device)
+        loss, *_ = mnist.training_step(net, net.noise(4), x, y, Namespace(lam=1e3))
+        assert loss.device.type == device
+        if device == "meta":
+            loss.backward()
+            assert all(p.grad.device.type == device for p in net.parameters())
 
 
 # ---- MNFG ----------------------------------------------------------------------------------------
@@ -285,41 +272,62 @@ def test_flow_determinant_is_autograds(mnist):
     z = torch.randn(1, 6, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda v: flow(v[None])[0][0], z[0])
     torch.testing.assert_close(flow(z)[1][0], torch.linalg.slogdet(jacobian).logabsdet)
-    moved = flow(z)[0]
-    assert (moved != z).all()  # complementary masks: every coordinate moves
+    assert (flow(z)[0] != z).all()  # complementary masks: every coordinate moves
 
 
-def test_gaussian_divergence_is_torchs(mnist):
-    mean, log_var = torch.randn(50), torch.randn(50)
-    normal = torch.distributions.Normal
-    expected = torch.distributions.kl_divergence(
-        normal(mean, (log_var / 2).exp()), normal(torch.zeros(50), torch.ones(50))
-    )
-    torch.testing.assert_close(mnist.gaussian_divergence(mean, log_var), expected)
+def mnfg_layer(mnist, conv: bool):
+    """A layer of three filters with four inputs, its parameters spread out."""
+    torch.manual_seed(0)
+    layer = mnist.MNFGLayer(3, 4, conv, init_std=0.5).double()
+    with torch.no_grad():
+        layer.mean.normal_()
+        layer.log_std.uniform_(-2, -1)
+    return layer
 
 
 @pytest.mark.parametrize("conv", [True, False])
 def test_posterior_moments(mnist, conv):
     """Weights drawn for one z: mean z * mu and variance sigma^2, for bias and weights."""
-    torch.manual_seed(0)
-    layer = mnist.MNFGLayer(3, 4, conv, init_std=0.5)
+    layer = mnfg_layer(mnist, conv)
     with torch.no_grad():
-        layer.log_std.uniform_(-2, -1)
-        layer.bias_log_var.uniform_(-4, -2)
-        layer.bias_mean.normal_()
-        noise_z = torch.randn(1, layer.d)
-        draws = layer(noise_z.expand(40000, -1), torch.randn(40000, 3, 5))[0]
+        noise_z = torch.randn(1, layer.d).double()
+        draws, _ = layer(noise_z.expand(40000, -1), torch.randn(40000, 3, 5).double())
         z = layer.flow(layer.start_mean + (layer.start_log_var / 2).exp() * noise_z)[0][0]
     for f in range(3):
-        for k in range(4):
-            mean = layer.mean[f, k] * (z[f] if conv else z[k])
+        for k in range(5):  # the last is the bias
+            factor = z[f] if conv else z[k] if k < 4 else 1
             std = layer.log_std[f, k].exp()
-            assert abs(draws[:, f, k].mean() - mean) < 5 * std / 200  # standard error: std / 200
+            # Five standard errors of a mean of 40,000
+            assert abs(draws[:, f, k].mean() - factor * layer.mean[f, k]) < 5 * std / 200
             assert draws[:, f, k].std() == pytest.approx(std.item(), rel=0.02)
-        bias_mean = layer.bias_mean[f] * (z[f] if conv else 1)
-        bias_std = (layer.bias_log_var[f] / 2).exp()
-        assert abs(draws[:, f, -1].mean() - bias_mean) < 5 * bias_std / 200
-        assert draws[:, f, -1].std() == pytest.approx(bias_std.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("conv", [True, False])
+def test_bound_from_its_parts(mnist, conv):
+    """KL(q(W | z) || N(0, 1)) + log q(z) - log r(z | W), from torch.distributions and loops."""
+    layer, normal = mnfg_layer(mnist, conv), torch.distributions.Normal
+    noise_z, noise = torch.randn(1, layer.d).double(), torch.randn(1, 3, 5).double()
+    with torch.no_grad():
+        filters, bound = layer(noise_z, noise)
+        start = normal(layer.start_mean, (layer.start_log_var / 2).exp())
+        z, log_det = layer.flow(layer.start_mean + start.stddev * noise_z)
+        divergence = 0.0
+        for f in range(3):
+            for k in range(5):
+                factor = z[0, f] if conv else z[0, k] if k < 4 else 1
+                q = normal(factor * layer.mean[f, k], layer.log_std[f, k].exp())
+                divergence += torch.distributions.kl_divergence(q, normal(0.0, 1.0))
+        c, w = layer.r_weight, filters[0]
+        if conv:
+            inner = [sum(c[f] * (w[f, k] + w[f, 4]) for f in range(3)) for k in range(4)]
+        else:
+            inner = [torch.tanh(sum(c[k] * w[f, k] for k in range(4))) for f in range(3)]
+        a = sum(inner) / len(inner)
+        z_b, log_det_r = layer.r_flow(z)
+        r = normal(layer.r_mean * a, (-layer.r_precision * a / 2).exp())
+        log_r = log_det_r + r.log_prob(z_b).sum()
+        log_q = -start.entropy().sum() - log_det
+    torch.testing.assert_close(bound, divergence + log_q - log_r)
 
 
 def test_bound_is_above_the_true_divergence(mnist):
@@ -330,19 +338,17 @@ def test_bound_is_above_the_true_divergence(mnist):
     layer = mnist.MNFGLayer(1, 2, conv=False, init_std=1.0).double()
     with torch.no_grad():
         layer.log_std.fill_(-1.0)
-        layer.bias_log_var.fill_(-1.0)
         layer.start_log_var.fill_(0.0)
         noise_z, noise = torch.randn(4000, 2).double(), torch.randn(4000, 1, 3).double()
-        drawn = layer(noise_z, noise)
-        filters, bound = drawn[0], layer.bound(*drawn)
+        filters, bound = layer(noise_z, noise)
         z = layer.flow(layer.start_mean + torch.randn(4000, 2).double())[0]
-        weight = filters[:, 0, :2]  # (4000, 2)
-        std = layer.log_std.exp()[0]
-        normal = torch.distributions.Normal(z[None] * layer.mean, std)
+        weight, std = filters[:, 0, :2], layer.log_std.exp()[0, :2]  # (4000, 2), (2,)
+        normal = torch.distributions.Normal(z[None] * layer.mean[:, :2], std)
         log_q = normal.log_prob(weight[:, None]).sum(dim=-1).logsumexp(dim=1) - math.log(4000)
-        log_prior = torch.distributions.Normal(0.0, 1.0).log_prob(weight).sum(dim=1)
-        of_bias = mnist.gaussian_divergence(layer.bias_mean, layer.bias_log_var).sum()
-        true = (log_q - log_prior).mean() + of_bias
+        prior = torch.distributions.Normal(0.0, 1.0)
+        bias = torch.distributions.Normal(layer.mean[0, 2], layer.log_std[0, 2].exp())
+        log_prior = prior.log_prob(weight).sum(dim=1)
+        true = (log_q - log_prior).mean() + torch.distributions.kl_divergence(bias, prior)
         error = 4 * (bound.std() + (log_q - log_prior).std()) / 4000**0.5
     assert bound.mean() > true - error
     # Exact if r(z|W) were q(z|W): train r alone and the gap must close to a fraction.
@@ -350,187 +356,417 @@ def test_bound_is_above_the_true_divergence(mnist):
     ours = [layer.r_mean, layer.r_precision, layer.r_weight, *layer.r_flow.parameters()]
     optimizer = torch.optim.Adam(ours, lr=0.02)
     for _ in range(300):
-        drawn = layer(torch.randn(256, 2).double(), torch.randn(256, 1, 3).double())
-        loss = layer.bound(*drawn).mean()
+        loss = layer(torch.randn(256, 2).double(), torch.randn(256, 1, 3).double())[1].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        trained = layer.bound(*layer(noise_z, noise)).mean()
+        trained = layer(noise_z, noise)[1].mean()
     assert true - error < trained < true + 0.7 * gap
 
 
-def test_mnfg_same_noise_same_network(mnist, tmp_path):
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def test_prediction_in_portions_is_prediction_at_once(mnist):
+    theta = mnist.sample(build(mnist), 3)
+    x = torch.rand(260, 1, 28, 28)  # more than one portion
+    probabilities = mnist.predict(theta, x)
+    for n in range(3):
+        plain = plain_logits(x.expand(3, *x.shape), theta, n).softmax(dim=-1)
+        torch.testing.assert_close(probabilities[n], plain)
+
+
+def test_majority_and_disagreement_by_hand(mnist):
+    #                       image: 0  1  2  3
+    votes = torch.tensor([[7, 2, 9, 4], [7, 2, 3, 5], [1, 8, 3, 6]])
+    assert mnist.majority(votes).tolist() == [7, 2, 3, 4]  # the last is a tie: smallest class
+    # Pairs that differ, of three: 2, 2, 2, 3
+    assert mnist.disagreement(votes) == pytest.approx((2 + 2 + 2 + 3) / 12)
+
+
+def plain_calibration_error(probabilities, y):
+    said, hits = [0.0] * 15, [0] * 15
+    for p, label in zip(probabilities.tolist(), y.tolist()):
+        said[min(14, int(max(p) * 15))] += max(p)
+        hits[min(14, int(max(p) * 15))] += p.index(max(p)) == label
+    return sum(abs(a - b) for a, b in zip(said, hits)) / len(y)
+
+
+def test_evaluate_is_plain_loops(mnist):
+    """The votes of 200 that the headline is the mean of: network by network, image by image."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(10, (30,), generator=generator)
+    logits = torch.randn(400, 30, 10, generator=generator) + 1.5 * F.one_hot(y, 10)
+    probabilities = (2 * logits).softmax(dim=-1)
+    result = mnist.evaluate(probabilities, y)
+
+    generator = torch.Generator().manual_seed(mnist.ENSEMBLES)
+    shuffles = [torch.randperm(400, generator=generator).tolist() for _ in range(10)]
+    ensembles = [half for order in shuffles for half in (order[:200], order[200:])]
+    answers = probabilities.argmax(dim=-1).tolist()
+    for size in (3, 200):
+        vote = mean_probability = nll = error = 0.0
+        for members in ensembles:
+            mean = sum(probabilities[n].double() for n in members[:size]) / size
+            error += plain_calibration_error(mean, y) / 20
+            for i, label in enumerate(y.tolist()):
+                counts = Counter(answers[n][i] for n in members[:size])
+                winner = min(k for k in counts if counts[k] == max(counts.values()))
+                vote += (winner == label) / 600
+                mean_probability += (mean[i].argmax().item() == label) / 600
+                nll -= math.log(mean[i, label]) / 600
+        assert result["vote"][str(size)] == pytest.approx(vote)
+        assert result["mean_probability"][str(size)] == pytest.approx(mean_probability)
+        assert result["nll"][str(size)] == pytest.approx(nll, rel=1e-5)
+        # A confidence on the edge of two bins may fall into either by rounding.
+        assert result["calibration_error"][str(size)] == pytest.approx(error, abs=2e-3)
+
+    accs = [np.mean([a == b for a, b in zip(answers[n], y.tolist())]) for n in range(400)]
+    assert result["accuracies"] == pytest.approx(accs)
+    assert result["mean"] == pytest.approx(np.mean(accs)) == result["vote"]["1"]
+    assert result["std"] == pytest.approx(np.std(accs), rel=1e-5)
+    alone = [-math.log(probabilities[n, i, y[i]]) for n in range(400) for i in range(30)]
+    assert result["nll"]["1"] == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_ensembles_are_disjoint_where_networks_suffice(mnist, monkeypatch):
+    """60 networks, 20 ensembles of three: each network is in one. Its two votes are its number."""
+    monkeypatch.setattr(mnist, "SIZES", [1, 3])
+    digits = torch.tensor([[n // 10, n % 10] for n in range(60)])
+    groups, majority = [], mnist.majority
+    monkeypatch.setattr(mnist, "majority", lambda votes: groups.append(votes) or majority(votes))
+    mnist.evaluate(F.one_hot(digits, 10).float(), torch.tensor([1, 2]))
+    numbers = [[10 * a + b for a, b in group.tolist()] for group in groups if len(group) == 3]
+    assert len(numbers) == 20 and sorted(sum(numbers, [])) == list(range(60))
+
+
+@pytest.mark.parametrize("n, d", [(50, 8), (20, 60)])
+def test_pca_is_numpys_svd(mnist, n, d):
     torch.manual_seed(0)
-    model = mnist.MNFG()
-    noise = model.noise(2)
-    file = tmp_path / "hypernet.pt"
-    mnist.save(dict(settings=dict(model="mnfg", recipe="ours"), model=model.state_dict()), file)
-    torch.manual_seed(99)  # other masks, if they were not saved
-    again = mnist.load(file)
-    torch.testing.assert_close(mnist.flat(model(noise)), mnist.flat(again(noise)))
+    samples = torch.randn(n, d, dtype=torch.float64) * torch.linspace(3, 0.5, d) + 5
+    scores, shares = mnist.pca(samples)
+    centred = (samples - samples.mean(dim=0)).numpy()
+    u, s, _ = np.linalg.svd(centred, full_matrices=False)
+    np.testing.assert_allclose(scores.abs().numpy(), np.abs(u * s)[:, :6], atol=1e-6)
+    np.testing.assert_allclose(shares.numpy(), (s**2 / (s**2).sum())[:6])
+
+
+def test_paths_go_through_the_right_networks(mnist, monkeypatch):
+    """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the weights and of the noise."""
+    model, seen = build(mnist, "paper").eval(), []
+    monkeypatch.setattr(
+        mnist, "predict", lambda theta, x: seen.append(mnist.flat(theta)) or torch.rand(3, 4, 10)
+    )
+    mnist.paths(model, torch.rand(4, 1, 28, 28), torch.zeros(4), pairs=1, points=3)
+    z1, z2 = model.noise(2, torch.Generator().manual_seed(mnist.PATHS))
+    with torch.no_grad():
+        one, two, middle = mnist.flat(model(torch.stack([z1, z2, (z1 + z2) / 2])))
+    direct, interpolated = seen
+    torch.testing.assert_close(direct, torch.stack([two, (one + two) / 2, one]))
+    torch.testing.assert_close(interpolated, torch.stack([two, middle, one]))
+
+
+def test_dips_by_hand(mnist, monkeypatch):
+    """Two pairs, three points, ten images: a dip is below the worse end, and 0 without one."""
+    right = iter([[9, 4, 8], [9, 9, 8], [6, 7, 7], [5, 3, 4]])  # direct, interpolated, and again
+
+    def predict(theta, x):
+        return F.one_hot(torch.tensor([[0] * k + [1] * (10 - k) for k in next(right)]), 10)
+
+    monkeypatch.setattr(mnist, "predict", predict)
+    result = mnist.paths(build(mnist), torch.rand(10, 1, 28, 28), torch.zeros(10), 2, points=3)
+    assert result["direct"] == [pytest.approx([0.9, 0.4, 0.8]), pytest.approx([0.6, 0.7, 0.7])]
+    assert result["direct_dip"] == pytest.approx((0.4 + 0.0) / 2)
+    assert result["interpolated_dip"] == pytest.approx((0.0 + 0.1) / 2, abs=1e-6)
+
+
+def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
+    torch.manual_seed(0)
+    theta = [torch.randn(1, f, k) / k**0.5 for f, k in mnist.SHAPES]
+    x, target = torch.rand(8, 1, 28, 28), torch.arange(8)
+    sign = mnist.fast_gradient(theta, x, target)
+    assert set(sign.unique().tolist()) <= {-1.0, 0.0, 1.0}
+    assert (sign != 0).float().mean() > 0.5  # pixels that no live neuron sees have no gradient
+    before, after = (
+        mnist.predict(theta, images)[0, torch.arange(8), target] for images in (x, x + 1e-3 * sign)
+    )
+    assert (after > before).all()
+
+
+def test_attacks_aim_at_wrong_classes_of_images_that_were_right(mnist, monkeypatch):
+    model = build(mnist)
+    x = load_data(mnist)["test"][0][:60]
+    first = mnist.sample(model, 1, torch.Generator().manual_seed(mnist.ATTACKS))  # is attacked
+    y = mnist.predict(first, x)[0].argmax(dim=-1)
+    y[30:] = (y[30:] + 1) % 10  # it gets half of them right
+    targets, shown = [], []
+    fast_gradient, predict = mnist.fast_gradient, mnist.predict
+    monkeypatch.setattr(
+        mnist, "fast_gradient", lambda theta, x, t: targets.append(t) or fast_gradient(theta, x, t)
+    )
+    monkeypatch.setattr(
+        mnist, "predict", lambda theta, x: shown.append((len(theta[0]), x)) or predict(theta, x)
+    )
+    result = mnist.adversarial(model, x, y, members=3)
+    (target,) = targets
+    assert result["images"] == len(target) == 30
+    assert (target != y[:30]).all() and len(target.unique()) > 3
+    # The same images for the attacked network and for the ensemble: x + epsilon * sign.
+    (_, _), (one, images), (members, again) = shown
+    assert (one, members) == (1, 3) and torch.equal(images, again)
+    sign = fast_gradient(first, x[:30], target)
+    torch.testing.assert_close(images.view(25, 30, 1, 28, 28)[7], x[:30] + 0.07 * sign)
+    # Rates of the attacked network, image by image.
+    answers = predict(first, images)[0].argmax(dim=-1).view(25, 30)
+    fooled = [sum(a != b for a, b in zip(row, y[:30])).item() / 30 for row in answers]
+    assert result["one_fooled"] == pytest.approx(fooled) and fooled[0] == 0
+    reached = [sum(a == b for a, b in zip(row, target)).item() / 30 for row in answers]
+    assert result["one_target"] == pytest.approx(reached)
+
+
+def test_rotation_turns_and_measures_entropy(mnist, monkeypatch):
+    torch.manual_seed(0)
+    image = torch.rand(1, 28, 28)
+    turned = mnist.turn(image)
+    torch.testing.assert_close(turned[0], image, atol=1e-5, rtol=0)
+    torch.testing.assert_close(turned[9], image.rot90(1, (1, 2)), atol=1e-4, rtol=0)  # 90 degrees
+    torch.testing.assert_close(turned[18], image.flip(1, 2), atol=1e-4, rtol=0)
+    theta = [2 * torch.randn(4, f, k) / k**0.5 for f, k in mnist.SHAPES]
+    monkeypatch.setattr(mnist, "sample", lambda *_: theta)
+    result = mnist.rotation(None, image)
+    p = mnist.predict(theta, turned).double()
+    categorical = torch.distributions.Categorical
+    assert result["one"] == pytest.approx(categorical(p).entropy().mean(dim=0).tolist(), rel=1e-4)
+    mean = categorical(p.mean(dim=0)).entropy()
+    assert result["ensemble"] == pytest.approx(mean.tolist(), rel=1e-4)
+    assert result["answers"] == p.mean(dim=0).argmax(dim=-1).tolist()
+
+
+# ---- random numbers, stopping and going on -------------------------------------------------------
+
+
+def test_random_streams_never_meet(mnist, tmp_path, monkeypatch):
+    """The first number of every z, of four seeds and 100 steps each, of the starts, and of all of
+    evaluation. The networks are never run: only what is drawn matters."""
+    training, evaluation, noise = [], [], mnist.Hypernetwork.noise
+
+    def recorded(self, n, generator=None):
+        z = noise(self, n, generator)
+        evaluation.append(z[0, 0].item())
+        return z
+
+    def no_step(model, z, x, y, c):
+        training.append(evaluation.pop())
+        return (sum(p.sum() for p in model.parameters()), *torch.zeros(3))
+
+    starts, manual_seed = [], torch.manual_seed
+    monkeypatch.setattr(mnist.Hypernetwork, "noise", recorded)
+    monkeypatch.setattr(mnist, "training_step", no_step)
+    monkeypatch.setattr(mnist, "predict", lambda theta, x: torch.rand(len(theta[0]), len(x), 10))
+    data = load_data(mnist)
+    for seed in range(4):
+        c = settings(mnist, "--steps", "100", "--seed", str(seed))
+        monkeypatch.setattr(torch, "manual_seed", lambda s: starts.append(s) or manual_seed(s))
+        mnist.train(c, data, tmp_path / f"{seed}.pt")
+        monkeypatch.setattr(torch, "manual_seed", manual_seed)
+    model = mnist.load(tmp_path / "0.pt")
+    mnist.analyse(model, data, tested=10, path_images=5, attacked=5)
+    mnist.sample(model, 1, torch.Generator().manual_seed(mnist.SHOWN))
+    firsts = [torch.rand(1, generator=torch.Generator().manual_seed(s)) * 2 - 1 for s in starts]
+    # Validation is the same at steps 50 and 100 of all seeds. Then TEST; ten pairs on one stream of
+    # PATHS; one and many of ATTACKS; ROTATION; SHOWN.
+    assert len(training) == 400 and len(starts) == 4 and len(set(evaluation[:8])) == 1
+    streams = [*training, *(first.item() for first in firsts), *evaluation[7:]]
+    assert len(streams) == 400 + 4 + 1 + 1 + 10 + 2 + 1 + 1 == len(set(streams))
+
+
+def test_kill_and_the_same_again_is_bit_identical(mnist, tmp_path):
+    flags = [*TINY, "--steps", "80"]
+    code = (
+        "import importlib, pathlib, sys\n"
+        "mnist = importlib.import_module('02_mnist_hypernet')\n"
+        "mnist.SAVE_SECONDS = 0\n"
+        "args = mnist.parse_args(sys.argv[2:])\n"
+        "mnist.train(args.runs[0], mnist.load_data(args), pathlib.Path(sys.argv[1]))\n"
+    )
+    threads = dict(OMP_NUM_THREADS=str(torch.get_num_threads()))
+    killed, whole = tmp_path / "killed.pt", tmp_path / "whole.pt"
+    victim = subprocess.Popen(
+        [sys.executable, "-c", code, str(killed), *flags], cwd=ROOT, env=os.environ | threads
+    )
+    while not killed.exists() or mnist.read(killed)["step"] < 50:  # one row of the log is written
+        time.sleep(0.02)
+        assert victim.poll() is None
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    stopped = mnist.read(killed)
+    assert 50 <= stopped["step"] < 80 and len(stopped["log"]) >= 1 and stopped["optimizers"]
+    c, data = settings(mnist, *flags), load_data(mnist)
+    mnist.train(c, data, killed)
+    mnist.train(c, data, whole)
+    killed, whole = mnist.read(killed), mnist.read(whole)
+    for name, tensor in whole["model"].items():
+        assert torch.equal(tensor, killed["model"][name]), name
+    assert whole["log"] == killed["log"] and [row["step"] for row in whole["log"]] == [50, 80]
+    assert whole["optimizers"] == []  # a finished run keeps none
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(mnist, tmp_path, monkeypatch):
+    whole_step, calls = mnist.training_step, []
+
+    def broken(*arguments):
+        calls.append(1)
+        loss, loss_acc, *rest = whole_step(*arguments)
+        factor = math.nan if len(calls) > 3 else 1
+        return loss * factor, loss_acc * factor, *rest
+
+    monkeypatch.setattr(mnist, "training_step", broken)
+    monkeypatch.setattr(mnist, "SAVE_SECONDS", 0)
+    with pytest.raises(SystemExit, match="step 4: the loss is not finite.*--lr"):
+        mnist.train(settings(mnist), load_data(mnist), tmp_path / "checkpoint.pt")
+    saved = mnist.read(tmp_path / "checkpoint.pt")
+    assert saved["step"] == 3
+    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
+
+
+def test_it_learns(mnist, tmp_path):
+    """Made-up patterns, a short life: far above the 10 % of chance. Two seeds reach 98 % and 100 %;
+    how far it gets depends on the processor's rounding."""
+    flags = ["--lam", "1e5", "--steps", "150", "--networks", "16", "--images", "16"]
+    mnist.train(settings(mnist, *flags), load_data(mnist), tmp_path / "checkpoint.pt")
+    assert mnist.read(tmp_path / "checkpoint.pt")["log"][-1]["val_vote"] > 0.5
 
 
 # ---- the script ----------------------------------------------------------------------------------
 
-FIGURES = ["training", "histogram", "ensembles", "calibration", "filters", "paths", "adversarial"]
-FIGURES += ["rotation", "pca_network", *(f"pca_filter{i}" for i in (1, 2, 3))]
-FIGURES += [f"pca_layer{i}" for i in (1, 2, 3, 4)]
+
+@pytest.fixture(scope="module")
+def finished(mnist, tmp_path_factory):
+    """The folder of two small runs, and what main returned."""
+    out, paths = tmp_path_factory.mktemp("finished"), mnist.paths
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(mnist.COSTS, "quick", dict(tested=10, path_images=5, attacked=30))
+        patch.setattr(mnist, "paths", lambda model, x, y: paths(model, x, y, pairs=2, points=5))
+        runs = mnist.main([*TINY, "--runs", "hypernet", "mnfg", "--quick", "--out", str(out)])
+    return out, runs
 
 
-@pytest.mark.parametrize("model", ["hypernet", "mnfg"])
-def test_small_run_writes_everything(mnist, tmp_path, model):
-    metrics = mnist.main([*TINY, "--model", model, "--out", str(tmp_path)])
-    for name in FIGURES:
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
-    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
-    assert metrics["data"] == "made up" and "MADE-UP" in metrics["title"]
-    for name in ("command", "seed", "commit", "hardware", "torch", "seconds"):
-        assert name in metrics
-    log = (tmp_path / "log.csv").read_text().splitlines()
-    assert "val_disagreement" in log[0] and len(log) == 1 + 1 + 2  # header, last step, validations
-
-    if model == "mnfg":
-        return
-    again = mnist.main(
-        [*TINY, "--checkpoint", str(tmp_path / "hypernet.pt"), "--out", str(tmp_path / "again")]
-    )
-    assert again["tested"] == metrics["tested"]
-
-    mnist.main(["--compare", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "both")])
-    rows = json.loads((tmp_path / "both" / "compare.json").read_text())
-    assert len(rows) == 2 and rows[0]["single"] == metrics["tested"]["single_mean"]
-    for name in ("histogram", "paths", "pca", "adversarial"):
-        assert (tmp_path / "both" / f"compare_{name}.png").stat().st_size > 1000
+def contents(folder: Path) -> dict:
+    return {
+        file: file.read_bytes() for file in folder.rglob("*") if file.suffix in (".pt", ".json")
+    }
 
 
-def test_it_learns(mnist, tmp_path):
-    """Made-up patterns, a short life: far above the 10 % of chance. Around 50 %; how far it gets
-    depends on the processor's rounding."""
-    arguments = ["--fake-data", "--device", "cpu", "--lam", "1e5", "--steps", "150"]
-    arguments += ["--batch", "16", "--images", "16", "--out", str(tmp_path)]
-    args = mnist.parse_args(arguments)
-    _, log, _ = mnist.train(args, mnist.load_data(args))
-    assert log[-1]["val_majority"] > 0.3
+def test_small_runs_write_everything(mnist, finished):
+    out, runs = finished
+    name = "hypernet_steps6_networks4_images4_quick_fake"
+    assert [run["settings"]["name"] for run in runs] == [name, name.replace("hypernet", "mnfg")]
+    for folder in sorted(out.glob("*/")):
+        files = {file.name for file in folder.iterdir()}
+        assert files == {"checkpoint.pt", "metrics.json", "filters.png", "pca.png"}
+    names = "training", "histogram", "ensembles", "paths", "adversarial", "rotation"
+    assert {file.name for file in out.glob("*.png")} == {f"{name}.png" for name in names}
+    assert all(file.stat().st_size > 1000 for file in out.rglob("*.png"))
+    assert json.loads((out / name / "metrics.json").read_text()) == runs[0]
+    for key in ("settings", "command", "commit", "hardware", "torch", "log", "training_seconds"):
+        assert key in runs[0]
+    table = mnist.table(runs).splitlines()
+    assert len(table) == 4 and {line.count("|") for line in table} == {8}  # seven columns
+    assert all("fake" in line for line in table[2:])
 
 
-@pytest.mark.parametrize("model", ["hypernet", "mnfg"])
-@pytest.mark.parametrize("device", ["cuda", "meta"])
-def test_training_step_without_the_device(mnist, model, device, monkeypatch):
-    """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
-    cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
-    monkeypatch.setattr(nn.init, "trunc_normal_", lambda tensor, **_: tensor)  # it reads values
-    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
-        with torch.device(device):  # for the parameters; the step must find its device by itself
-            net = mnist.make_model(dict(model=model, recipe="ours"))
-        x = torch.rand(4, 3, 1, 28, 28, device=device)
-        y = torch.zeros(4, 3, dtype=torch.long, device=device)
-        loss, *_ = mnist.training_step(net, x, y, 1e3)
-        assert loss.device.type == device
-        if device == "meta":
-            loss.backward()
-            assert all(p.grad.device.type == device for p in net.parameters())
+def test_load_gives_the_networks_that_were_tested(mnist, finished):
+    out, runs = finished
+    x, y = load_data(mnist)["test"]
+    for folder, run in zip(sorted(out.glob("*/")), runs):
+        torch.manual_seed(99)  # other masks of MNFG's flows, if they were not saved
+        model = mnist.load(folder / "checkpoint.pt")
+        theta = mnist.sample(model, 10, torch.Generator().manual_seed(mnist.TEST))
+        again = mnist.evaluate(mnist.predict(theta, x), y)
+        assert again["accuracies"] == run["test"]["accuracies"]
 
 
-def test_resume_after_kill_is_bit_identical(mnist, tmp_path):
-    def start(out: Path, *more: str) -> subprocess.Popen:
-        code = (
-            "import sys, importlib\n"
-            "mnist = importlib.import_module('02_mnist_hypernet')\n"
-            "mnist.CHECKPOINT_EVERY = 2\n"
-            "args = mnist.parse_args(sys.argv[1:])\n"
-            "mnist.train(args, mnist.load_data(args))\n"
-        )
-        arguments = [*TINY, "--steps", "24", "--out", str(out), *more]
-        return subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
+def test_the_same_command_again_trains_nothing(mnist, finished, monkeypatch):
+    out, runs = finished
+    before = contents(out)
 
-    assert start(tmp_path / "whole").wait() == 0
-    victim = start(tmp_path / "killed")
-    while not (tmp_path / "killed" / "checkpoint.pt").exists():
-        time.sleep(0.01)
-        assert victim.poll() is None
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.wait()
-    stopped = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)["step"]
-    assert stopped < 24
-    resumed = start(tmp_path / "killed", "--resume")
-    assert f"resuming at step {stopped} of 24" in resumed.communicate()[0]
-    assert resumed.returncode == 0
-    whole, resumed = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
-        for name in ("whole", "killed")
-    )
-    for name, tensor in whole["model"].items():
-        assert torch.equal(tensor, resumed["model"][name]), name
-    assert whole["log"] == resumed["log"]
+    def never(*_):
+        raise AssertionError("data or training")
+
+    monkeypatch.setattr(mnist, "load_data", never)
+    monkeypatch.setattr(mnist, "train", never)
+    monkeypatch.setattr(mnist, "sample", lambda *_: None)  # figures of weights: seen above
+    monkeypatch.setattr(mnist, "plot_filters", lambda *_: mnist.Figure())
+    monkeypatch.setattr(mnist, "plot_pca", lambda *_: mnist.Figure())
+    flags = [*TINY, "--runs", "hypernet", "mnfg", "--quick", "--out", str(out)]
+    assert mnist.main(flags) == runs
+    assert contents(out) == before
 
 
-def test_foreign_and_damaged_checkpoints_are_refused(mnist, tmp_path):
-    args = mnist.parse_args([*TINY, "--out", str(tmp_path)])
-    data = mnist.load_data(args)
-    mnist.train(args, data)
-    file = tmp_path / "checkpoint.pt"
-    before = file.read_bytes()
-    config = (tmp_path / "config.json").read_text()
-    for more in (["--resume"], []):
-        other = mnist.parse_args([*TINY, "--out", str(tmp_path), "--lam", "7", *more])
-        with pytest.raises(SystemExit, match="has --lam 1000.0, not 7.0"):
-            mnist.train(other, data)
-    assert file.read_bytes() == before and (tmp_path / "config.json").read_text() == config
-    damaged = before[: len(before) // 2]
-    file.write_bytes(damaged)
-    with pytest.raises(SystemExit, match="damaged"):
-        mnist.train(mnist.parse_args([*TINY, "--out", str(tmp_path), "--resume"]), data)
-    assert file.read_bytes() == damaged
-    torch.save(dict(weights=torch.zeros(3)), file)
-    with pytest.raises(SystemExit, match="not from this script"):
-        mnist.load(file)
+def test_results_are_redrawn_without_data_weights_and_training(
+    mnist, finished, tmp_path, monkeypatch
+):
+    out, runs = finished
+    results = tmp_path / "results" / "02"
+    for run in runs:
+        (results / run["settings"]["name"]).mkdir(parents=True)
+        (results / run["settings"]["name"] / "metrics.json").write_text(json.dumps(run))
+    monkeypatch.setattr(mnist, "load_data", None)
+    monkeypatch.setattr(mnist, "train", None)
+    assert mnist.main(["--device", "cpu", "--out", str(results)]) == runs
+    assert (results / "rotation.png").exists() and not list(results.glob("*/*.p*"))
+    with pytest.raises(SystemExit, match="no finished run"):
+        mnist.main(["--device", "cpu", "--out", str(tmp_path / "results" / "nothing")])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(mnist, tmp_path, monkeypatch):
-    args = mnist.parse_args([*TINY, "--out", str(tmp_path)])
-    args.steps = 30
-    whole_step = mnist.training_step
-
-    def broken(model, x, y, lam):
-        loss, *rest = whole_step(model, x, y, lam)
-        broken.calls += 1
-        return loss * (math.nan if broken.calls > 12 else 1), *rest
-
-    broken.calls = 0
-    monkeypatch.setattr(mnist, "training_step", broken)
-    monkeypatch.setattr(mnist, "CHECKPOINT_EVERY", 10)
-    with pytest.raises(SystemExit, match="step 20: the loss is not finite.*last good checkpoint"):
-        mnist.train(args, mnist.load_data(args))
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert saved["step"] == 10
-    assert all(tensor.isfinite().all() for tensor in saved["model"].values())
-
-
-def test_no_data_is_one_clear_message(mnist, tmp_path, monkeypatch):
-    def no_network(*_, **__):
-        raise RuntimeError("Error downloading")
-
-    monkeypatch.setattr(mnist.datasets, "MNIST", no_network)
-    with pytest.raises(SystemExit, match="--fake-data"):
-        mnist.main(["--device", "cpu", "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+def test_files_of_other_settings_damaged_and_foreign_ones_are_refused(mnist, tmp_path):
+    c, data, folder = settings(mnist), load_data(mnist), tmp_path / settings(mnist).name
+    folder.mkdir()
+    file = folder / "checkpoint.pt"
+    mnist.train(c, data, file)
+    good = file.read_bytes()
+    record = mnist.read(file)
+    other = dict(record, settings=record["settings"] | dict(shift=0))
+    torch.save(other, tmp_path / "other.pt")
+    torch.save(dict(weights=torch.zeros(3)), tmp_path / "foreign.pt")
+    cases = [((tmp_path / "other.pt").read_bytes(), "other settings.*shift.*remove")]
+    cases += [
+        (good[: len(good) // 2], "damaged"),
+        ((tmp_path / "foreign.pt").read_bytes(), "not of"),
+    ]
+    for content, message in cases:
+        file.write_bytes(content)
+        with pytest.raises(SystemExit, match=message):
+            mnist.main([*TINY, "--runs", "hypernet", "--out", str(tmp_path)])
+        assert file.read_bytes() == content and [f.name for f in folder.iterdir()] == [file.name]
+    for content in ("{", json.dumps(dict(settings=vars(c) | dict(lam=7.0)))):
+        (folder / "metrics.json").write_text(content)
+        with pytest.raises(SystemExit, match="damaged|other settings"):
+            mnist.main([*TINY, "--runs", "hypernet", "--out", str(tmp_path)])
+        assert (folder / "metrics.json").read_text() == content
+    with pytest.raises(SystemExit, match="not of this script"):
+        mnist.load(tmp_path / "foreign.pt")
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "flags, message",
     [
-        (["--steps", "0"], "0 is not a positive whole number"),
-        (["--ensemble-size", "20", "--networks", "10"], "cannot exceed --networks"),
-        (["--model", "vae"], "invalid choice"),
-        (["--out", "README.md/folder"], "cannot write there"),
-        (["--checkpoint", "nowhere.pt"], "no such file"),
-        (["--compare", "nowhere"], "no metrics.json"),
+        (["--steps", "0"], "--steps: 0 is not a positive number"),
+        (["--lr", "nan"], "--lr: nan is not a positive number"),
+        (["--networks", "1"], "--networks: diversity needs at least 2"),
     ],
 )
-def test_bad_flags_are_one_line(mnist, capsys, arguments, message):
+def test_bad_flags(mnist, capsys, flags, message):
     with pytest.raises(SystemExit) as stop:
-        mnist.main(["--device", "cpu", *arguments])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+        mnist.main(["--device", "cpu", *flags])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_titles_say_what_differs(mnist):
+    c = settings(mnist, "--lam", "1e5", "--seed", "1")
+    assert (
+        mnist.title(vars(c)) == "hypernetwork, lam = 1e5, steps6, networks4, images4, seed1, fake"
+    )
+    (c,) = mnist.parse_args(["--device", "cpu", "--runs", "mnfg"]).runs
+    assert mnist.title(vars(c)) == "MNFG, lam = 5.5e4"

@@ -1,60 +1,49 @@
+"""What is new in the ResNet-32 script: the target network, batch norm's moments, processes that
+share a step. What it has in common with LeNet's is tested in test_03_cifar_lenet.py."""
+
 import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_03_cifar_lenet import FAKE, model_of, parameters, saved, settings, shrink
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["--fake-data", "--device", "cpu", "--steps", "4", "--networks", "2", "--images", "4"]
-TINY += ["--images-per-forward", "2", "--shared", "2", "--tested", "10", "--averaged", "12"]
-TINY += ["--validate-every", "2", "--calibration", "20"]
 
 
 @pytest.fixture
 def small(resnet, monkeypatch):
-    """One block per stage and few test images: the same code in a tenth of the time."""
-    monkeypatch.setattr(resnet, "BLOCKS", 1)
-    monkeypatch.setattr(resnet, "load_data", few_images(resnet.load_data))
+    """One block per stage, small hypernetworks, few images."""
+    shrink(resnet, monkeypatch.setattr)
     return resnet
-
-
-def few_images(load_data):
-    def load(args):
-        data = load_data(args)
-        return {name: (x[:40], y[:40]) for name, (x, y) in data.items()}
-
-    return load
-
-
-def arguments(resnet, tmp_path, *more: str):
-    return resnet.parse_args([*TINY, "--out", str(tmp_path), *more])
 
 
 # ---- counts and architecture ---------------------------------------------------------------------
 
 
 def test_counts_of_the_paper(resnet):
-    def parameters(module):
-        return sum(p.numel() for p in module.parameters())
-
-    hypernet = resnet.Hypernetwork(10, "random")
-    outputs = [generator.last.out_features for generator in hypernet.generators]
+    hypernet = model_of(resnet, start="random")
+    outputs = [generator[-1].out_features for generator in hypernet.generators]
     assert outputs == [29, 1460, 2774, 5526, 650]
     parts = [parameters(part) for part in (hypernet.extractor, *hypernet.generators)]
     assert parts == [2532000, 669600, 1814400, 2865600, 5067200, 1166400]
-    assert parameters(resnet.Hypernetwork(10)) == sum(parts) + 1032
-    theta = hypernet(hypernet.noise(2))
+    assert parameters(hypernet) == sum(parts)
+    assert parameters(model_of(resnet)) == sum(parts) + 1032
+    assert parameters(model_of(resnet, means=1)) == sum(parts) + 1032 + 466906
+    theta = resnet.sample(hypernet, 2)
     assert sum(layer[0].numel() for layer in theta) == 466906
-    assert parameters(resnet.OneNetwork(10)) == 466906
-    shapes = [layer.shape[1:] for layer in resnet.OneNetwork(10)(None)]
+    network = model_of(resnet, "a")
+    assert parameters(network) == 466906
+    shapes = [layer.shape[1:] for layer in resnet.sample(network, 1)]
     assert [layer.shape[1:] for layer in theta] == shapes
     assert sum(shape[0] for shape in shapes[:-1]) == 1232
 
@@ -79,55 +68,42 @@ class Block(nn.Module):
         return (self.body(x) + self.projection(x)).relu()
 
 
-def twin_network():
-    """ResNet-32 of torch.nn modules; their order is that of our layers."""
+def twin_network(theta, blocks: int = 5):
+    """ResNet-32 of torch.nn modules with these weights, its layers in the order of ours; theta's
+    gamma is gamma - 1."""
     layers = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     for channels, filters, stride in (16, 16, 1), (16, 32, 2), (32, 64, 2):
         layers += [Block(channels, filters, stride)]
-        layers += [Block(filters, filters, 1) for _ in range(4)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).double()
-
-
-def load_twin(twin, theta, moments=None):
+        layers += [Block(filters, filters, 1) for _ in range(blocks - 1)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
+    twin = nn.Sequential(*layers).to(theta[0].dtype)
     convs = [m for m in twin.modules() if isinstance(m, nn.Conv2d)]
     norms = [m for m in twin.modules() if isinstance(m, nn.BatchNorm2d)]
-    first = 0
+    assert len(convs) == len(norms) == len(theta) - 1 == 3 + 6 * blocks
     with torch.no_grad():
         for conv, norm, layer in zip(convs, norms, theta):
             conv.weight.copy_(layer[:, :-2].view_as(conv.weight))
-            norm.weight.copy_(layer[:, -2])
+            norm.weight.copy_(1 + layer[:, -2])
             norm.bias.copy_(layer[:, -1])
-            if moments is not None:
-                norm.running_mean.copy_(moments[first : first + len(layer), 0])
-                norm.running_var.copy_(moments[first : first + len(layer), 1])
-                first += len(layer)
         twin[-1].weight.copy_(theta[-1][:, :-1])
         twin[-1].bias.copy_(theta[-1][:, -1])
-    return convs, norms
+    return twin, convs, norms
 
 
-def random_theta(resnet, n):
+def random_theta(resnet, n: int) -> list[torch.Tensor]:
     """In double precision, as 32 layers amplify rounding."""
     torch.manual_seed(0)
-    networks = [resnet.OneNetwork(10)(None) for _ in range(n)]
-    theta = [torch.cat(layers).detach().double() for layers in zip(*networks)]
-    return [t + 0.1 * torch.randn_like(t) / t.shape[-1] ** 0.5 for t in theta]
+    return [layer.double() for layer in resnet.sample(model_of(resnet, "a", networks=n), n)]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_target_network_is_resnet32(resnet, training):
-    """Values and gradients of two networks against torch.nn, in training and in inference mode."""
+def test_target_network_is_resnet32(resnet):
+    """Values and gradients of two networks against torch.nn, in training mode."""
     theta = [layer.requires_grad_() for layer in random_theta(resnet, 2)]
     x = torch.randn(2, 4, 3, 32, 32, dtype=torch.float64)
-    moments = torch.rand(2, 1232, 2, dtype=torch.float64) + 0.5
-    if training:
-        logits = resnet.each_network(resnet.target_network, x, theta)
-    else:
-        logits = resnet.each_network(resnet.calibrated_network, x, [*theta, moments])
+    logits = resnet.each_network(resnet.target_network, x, theta)
     logits.square().sum().backward()
     for n in range(2):
-        twin = twin_network().train(training)
-        convs, norms = load_twin(twin, [layer[n] for layer in theta], moments[n])
+        twin, convs, norms = twin_network([layer[n] for layer in theta])
         expected = twin(x[n])
         torch.testing.assert_close(logits[n], expected, rtol=1e-6, atol=1e-6)
         expected.square().sum().backward()
@@ -135,321 +111,294 @@ def test_target_network_is_resnet32(resnet, training):
             columns = (conv.weight.grad.flatten(1), norm.weight.grad, norm.bias.grad)
             grad = torch.cat([c.view(len(columns[1]), -1) for c in columns], dim=1)
             torch.testing.assert_close(layer.grad[n], grad, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(theta[-1].grad[n, :, -1], twin[-1].bias.grad)
+        grad = torch.cat([twin[-1].weight.grad, twin[-1].bias.grad[:, None]], dim=1)
+        torch.testing.assert_close(theta[-1].grad[n], grad)
 
 
-def test_starts(resnet):
-    """Gamma near 1, beta near 0, weights of the usual size; copies are near-copies."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("blocks, images", [(5, 6), (1, 505)])
+def test_recalibration_and_inference(resnet, monkeypatch, blocks, images):
+    """Moments of the inputs of torch.nn's batch norms in training mode, portions of 500 images
+    weighted by their number, and then inference in its eval mode. One block a stage and float32 for
+    two portions."""
+    monkeypatch.setattr(resnet, "BLOCKS", blocks)
+    theta = random_theta(resnet, 2)
+    x = torch.randn(images, 3, 32, 32, dtype=torch.float64)
+    x[:, 0] += 3  # a mean to subtract
+    exact = dict(rtol=1e-6, atol=1e-9)
+    if images > 500:
+        theta, x = [layer[1:].float() for layer in theta], x.float()
+        exact = dict(rtol=1e-3, atol=1e-4)
+    calibrated = resnet.recalibrate(theta, x)
+    twin, _, norms = twin_network([layer[-1] for layer in theta], blocks)
+    sums = {norm: 0 for norm in norms}
+
+    def moments(norm, inputs):
+        channels = inputs[0].transpose(0, 1).flatten(1)  # (C, B * H * W)
+        means = torch.stack([channels.mean(dim=1), channels.square().mean(dim=1)], dim=1)
+        sums[norm] = sums[norm] + means * len(inputs[0]) / images
+
+    hooks = [norm.register_forward_pre_hook(moments) for norm in norms]
     with torch.no_grad():
-        theta = resnet.Hypernetwork().eval()(torch.randn(5, 500))
-    for layer in theta[:-1]:
-        assert 0.7 < layer[..., -2].mean() < 1.3 and layer[..., -2].std() < 0.4
-        assert abs(layer[..., -1].mean()) < 0.3
-    third = theta[-2]  # 64 filters, 576 inputs
-    assert 0.5 < third[..., :-2].square().mean() * 576 / 2 < 2
-    vectors = F.normalize(third.flatten(1), dim=1)
-    assert (vectors @ vectors.T).min() > 0.9
-
-
-# ---- batch norm ----------------------------------------------------------------------------------
+        for part in x.split(500):
+            twin(part)
+        for hook in hooks:
+            hook.remove()
+        for layer, old, norm in zip(calibrated, theta, norms):
+            assert torch.equal(layer[..., :-2], old)
+            mean, square = sums[norm].unbind(dim=1)
+            torch.testing.assert_close(layer[-1, :, -2], mean, **exact)
+            torch.testing.assert_close(layer[-1, :, -1], square - mean**2, **exact)
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(square - mean**2)
+        assert torch.equal(calibrated[-1], theta[-1])
+        expected = twin.eval()(x[:6]).softmax(dim=1)
+    torch.testing.assert_close(resnet.predict(calibrated, x[:6])[-1], expected, **exact)
 
 
 def test_moments_of_one_batch_make_inference_equal_training(resnet):
     theta = random_theta(resnet, 2)
     x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    moments = resnet.recalibrate(theta, x)
-    assert moments.shape == (2, 1232, 2)
-    stack = x.expand(2, *x.shape)
-    torch.testing.assert_close(
-        resnet.each_network(resnet.calibrated_network, stack, [*theta, moments]),
-        resnet.each_network(resnet.target_network, stack, theta),
-        rtol=1e-6,
-        atol=1e-6,
-    )
+    calibrated = resnet.predict(resnet.recalibrate(theta, x), x)
+    torch.testing.assert_close(calibrated, resnet.predict(theta, x), rtol=1e-6, atol=1e-6)
 
 
-def test_recalibration(resnet):
-    """A stack equals its networks one by one; the moments are those of torch.nn. In portions, those
-    of the first layer are exact, the later ones near, as a portion is normalised by itself."""
-    theta = random_theta(resnet, 2)
-    x = torch.randn(64, 3, 32, 32, dtype=torch.float64)
-    whole, portions = (resnet.recalibrate(theta, x, images=images) for images in (64, 24))
-    alone = [
-        resnet.recalibrate([layer[n : n + 1] for layer in theta], x, images=24) for n in (0, 1)
-    ]
-    torch.testing.assert_close(portions, torch.cat(alone))
-    torch.testing.assert_close(portions[:, :16], whole[:, :16])
-    error = (portions - whole).abs() / whole[..., 1:].sqrt()
-    assert error.mean() < 0.1 and not torch.equal(portions, whole)
-
-    twin = twin_network().train()
-    _, norms = load_twin(twin, [layer[1] for layer in theta])
-    for norm in norms:
-        norm.momentum = 1.0  # the last batch
-    twin(x)
-    for number, name in enumerate(("running_mean", "running_var")):
-        moments = torch.cat([getattr(norm, name) for norm in norms])
-        # torch.nn divides by n - 1, and n is 64 * 8 * 8 or more.
-        torch.testing.assert_close(whole[1, :, number], moments, rtol=1e-3, atol=1e-8)
+def test_starts(resnet):
+    """Gamma near 1, beta near 0, weights of the usual size; copies are near-copies, others not."""
+    torch.manual_seed(0)
+    for start, low, high in ("copies", 0.9, 1.0), ("random", 0.0, 0.75):
+        theta = resnet.sample(model_of(resnet, start=start), 5)
+        for layer in theta[:-1]:
+            assert abs(layer[..., -2:].mean()) < 0.3 and layer[..., -2].std() < 0.4
+        third = theta[-2]  # 64 filters, 576 inputs
+        assert 0.5 < third[..., :-2].square().mean() * 576 / 2 < 2
+        vectors = F.normalize(third.flatten(1), dim=1)
+        likeness = (vectors @ vectors.T)[~torch.eye(5, dtype=torch.bool)]
+        assert low < likeness.mean() < high
 
 
-def test_recalibration_of_many_networks(small):
-    """More than ten are taken in portions."""
-    theta = random_theta(small, 12)
-    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    parts = [small.recalibrate([layer[n : n + 6] for layer in theta], x) for n in (0, 6)]
-    torch.testing.assert_close(small.recalibrate(theta, x), torch.cat(parts))
+def test_a_filter_comes_from_its_own_code(small):
+    """A code stands for the filters of its number in all layers of its stage, projection included,
+    and for no others; the last one for the whole last layer."""
+    torch.manual_seed(0)
+    hypernet = model_of(small)
+    with torch.no_grad():
+        hypernet.extractor[-1].weight.zero_()  # the codes are the bias alone
+        codes = hypernet.bias.view(129, 8)
+        before = small.sample(hypernet, 1)
+        codes[16 + 16 + 3] += 1  # the fourth of the second stage
+        codes[-1] += 1
+        after = small.sample(hypernet, 1)
+    changed = [(a != b).any(dim=-1).nonzero()[:, 1].tolist() for a, b in zip(before, after)]
+    assert changed == [[]] + [[]] * 2 + [[3]] * 3 + [[]] * 3 + [list(range(10))]
 
 
 # ---- training ------------------------------------------------------------------------------------
 
 
-def test_batches_depend_on_seed_step_and_rank(resnet, tmp_path):
-    args = arguments(resnet, tmp_path)
-    y = torch.arange(50)
-    crops = resnet.all_crops(torch.rand(50, 3, 32, 32), 4)
-
-    def batch(step, rank=0):
-        return resnet.draw_batch(crops, y, args, step, resnet.seeded(args, step, rank))
-
-    x, labels = batch(step=3)
-    other, other_labels = batch(step=3, rank=1)
-    assert torch.equal(x, batch(step=3)[0]) and not torch.equal(x, batch(step=4)[0])
-    for n in range(2):
-        assert torch.equal(x[n, :2], x[0, :2]) and torch.equal(other[n, :2], x[0, :2])
-        assert torch.equal(labels[n, :2], other_labels[n, :2])
-    assert not torch.equal(x[0, 2:], x[1, 2:]) and not torch.equal(x[:, 2:], other[:, 2:])
-
-
-def plain_loss(resnet, model, z, x, y, args):
-    """The objective without portions or leaves, one graph; batch norm still sees two at a time."""
-    theta = model(z)
-    logits = torch.cat(
-        [resnet.each_network(resnet.target_network, part, theta) for part in x.split(2, dim=1)], 1
-    )
-    loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    probabilities = logits[:, : args.shared].softmax(dim=-1)
-    if args.diversity == "outputs":
-        diversity = resnet.knn_entropy(probabilities.flatten(1), 500)
-    elif args.diversity == "ensemble":
-        diversity = -500 * F.nll_loss(probabilities.mean(dim=0).log(), y[0, : args.shared])
-    else:
-        diversity = torch.zeros(())
-    return args.lam * loss_acc - 0.3 * diversity, loss_acc, diversity
-
-
-@pytest.mark.parametrize("kind", ["outputs", "ensemble", "none"])
-def test_objective_and_its_gradient(small, tmp_path, kind):
-    """Portions whose gradients add up in the generated weights, against one graph."""
-    args = arguments(small, tmp_path, "--networks", "3", "--lam", "70")
-    args.diversity = kind
-    torch.manual_seed(0)
-    model = small.Hypernetwork().double()
-    z = torch.randn(3, 500).double()
-    x, y = torch.randn(3, 4, 3, 32, 32).double(), torch.randint(10, (3, 4))
-    x[:, :2], y[:, :2] = x[0, :2].clone(), y[0, :2].clone()
-    loss, loss_acc, diversity, acc = small.training_step(model, z, x, y, args, ramp=0.3)
-    ours = [p.grad.clone() for p in model.parameters()]
-    expected, expected_acc, expected_diversity = plain_loss(small, model, z, x, y, args)
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(loss_acc, expected_acc.detach())
-    torch.testing.assert_close(diversity.double(), expected_diversity.detach().double())
-    model.zero_grad()
-    expected.backward()
-    for parameter, grad in zip(model.parameters(), ours):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
-
-
-RANK = """
-import importlib, sys, types
-import torch, torch.distributed as dist
-from torch import nn
-resnet = importlib.import_module("04_cifar_resnet32")
-resnet.BLOCKS = 1
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-saved = torch.load(sys.argv[1], weights_only=True)
-mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-results = {}
-for kind in ("outputs", "ensemble"):
-    args = types.SimpleNamespace(**saved["args"], diversity=kind)
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(resnet.Hypernetwork().double())
-    batch = [saved[name][mine] for name in ("z", "x", "y")]
-    loss, *_ = resnet.training_step(model, *batch, args)
-    dist.all_reduce(loss)
-    results[kind] = dict(loss=loss / 2, grads=[p.grad for p in model.parameters()])
-if dist.get_rank() == 0:
-    torch.save(results, sys.argv[1] + ".out")
-
-load = resnet.load_data
-resnet.load_data = lambda args: {k: (x[:40], y[:40]) for k, (x, y) in load(args).items()}
-metrics = resnet.main(sys.argv[2:])
-assert bool(metrics) == (dist.get_rank() == 0)
-"""
-
-
-def test_two_ranks_equal_one_process(small, tmp_path):
-    """Two gloo processes with two z each, and one with all four: same loss, same gradients. Then
-    the whole script on both: rank 0 alone evaluates and writes."""
+def step_inputs(n: int) -> tuple[torch.Tensor, ...]:
+    """z, images and labels of a step in double precision; the first two images are shared."""
     torch.manual_seed(1)
-    z, x = torch.randn(4, 500).double(), torch.randn(4, 4, 3, 32, 32).double()
-    y = torch.randint(10, (4, 4))
+    z, x = torch.randn(n, 500).double(), torch.randn(n, 4, 3, 32, 32).double()
+    y = torch.randint(10, (n, 4))
     x[:, :2], y[:, :2] = x[0, :2].clone(), y[0, :2].clone()
-    args = dict(images_per_forward=2, shared=2, lam=70.0, amp=False)
-    file = tmp_path / "step.pt"
-    torch.save(dict(z=z, x=x, y=y, args=args), file)
-    (tmp_path / "rank.py").write_text(RANK)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-        + [str(tmp_path / "rank.py"), str(file), *TINY, "--out", str(tmp_path)],
-        check=True, cwd=ROOT, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True,
-    )  # fmt: skip
-    for kind, ranks in torch.load(str(file) + ".out", weights_only=True).items():
-        torch.manual_seed(0)
-        model = small.Hypernetwork().double()
-        args["diversity"] = kind
-        loss, *_ = small.training_step(model, z, x, y, types.SimpleNamespace(**args))
-        torch.testing.assert_close(ranks["loss"], loss, rtol=1e-5, atol=1e-5)
-        for grad, parameter in zip(ranks["grads"], model.parameters()):
-            torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-8)
-    metrics = json.loads((tmp_path / "cifar10_d/metrics.json").read_text())
-    assert metrics["images_seen"] == 4 * 2 * 4 * 2 and metrics["settings"]["ranks"] == 2
+    return z, x, y
 
 
-def test_amp_changes_little(small, tmp_path):
+@pytest.mark.parametrize("kind", ["outputs", "none"])
+def test_objective(small, kind):
+    """loss = lam * cross-entropy - ramp * entropy, from loops over networks."""
+    c = settings(small, "d", diversity=kind, shared=2, lam=70.0)
+    torch.manual_seed(0)
+    model, (z, x, y) = model_of(small, start="random").double(), step_inputs(3)
+    loss, loss_acc, entropy, acc = small.training_step(model, z, x, y, c, ramp=0.3)
+    theta = model(z)
+    logits = [
+        small.target_network(x[n : n + 1], [t[n : n + 1] for t in theta])[0] for n in range(3)
+    ]
+    cross_entropy = sum(F.cross_entropy(logits[n], y[n]) for n in range(3)) / 3
+    torch.testing.assert_close(loss_acc, cross_entropy)
+    expected = torch.zeros(()).double()
+    if kind == "outputs":
+        points = [logit[:2].softmax(dim=1).flatten() for logit in logits]
+        near = [min(torch.dist(p, q) for q in points if q is not p).log() for p in points]
+        expected = torch.digamma(torch.tensor(3.0)).double() + 500 * sum(near) / 3
+    torch.testing.assert_close(entropy, expected)
+    torch.testing.assert_close(loss, 70 * cross_entropy - 0.3 * expected)
+    hits = sum((logits[n].argmax(dim=1) == y[n]).sum().item() for n in range(3))
+    assert acc.item() == pytest.approx(hits / 12)
+
+
+def test_more_than_64_images_are_run_twice_to_save_memory(small, monkeypatch):
+    """The same gradients, and the networks' forward pass repeated in the backward one."""
+    model, inputs, target_network = model_of(small).double(), step_inputs(2), small.target_network
+    calls, grads = [], []
+    monkeypatch.setattr(
+        small, "target_network", lambda *args: calls.append(None) or target_network(*args)
+    )
+    for images, expected in (64, 2), (65, 4):
+        calls.clear()
+        model.zero_grad()
+        c = settings(small, "d", images=images, shared=2)
+        small.training_step(model, *inputs, c)[0].backward()
+        assert len(calls) == expected
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
+
+
+def test_amp_changes_little(small):
     """bfloat16 has eight bits: a cross-entropy within a few percent, entropy in float32."""
     torch.manual_seed(0)
-    model = small.Hypernetwork()
+    model = model_of(small)
     z, x, y = model.noise(2), torch.randn(2, 4, 3, 32, 32), torch.randint(10, (2, 4))
     results = []
-    for more in ([], ["--amp"]):
-        loss_acc, diversity = small.training_step(
-            model, z, x, y, arguments(small, tmp_path, *more)
-        )[1:3]
-        assert loss_acc.dtype == diversity.dtype == torch.float32
+    for amp in (False, True):
+        c = settings(small, "d", amp=amp)
+        loss, loss_acc, entropy, _ = small.training_step(model, z, x, y, c)
+        loss.backward()
+        assert loss_acc.dtype == entropy.dtype == torch.float32
+        assert all(p.grad.isfinite().all() for p in model.parameters())
         results.append(loss_acc)
     torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
     assert results[0] != results[1]
 
 
-# ---- the script ----------------------------------------------------------------------------------
-
-
-def test_averaged_network(small):
-    """The running mean of weights against torch.mean, and copies average to themselves."""
-    torch.manual_seed(0)
-    model = small.Hypernetwork()
-    z = model.noise(25)
-    with torch.no_grad():
-        theta = model(z)
-    for n, mean in small.averages(model, z, [1, 3, 25]):
-        for a, b in zip(mean, theta):
-            torch.testing.assert_close(a, b[:n].mean(dim=0, keepdim=True), rtol=1e-4, atol=1e-5)
-    x, y = small.fake_data(40, 10)
-    result = small.distil(model, z[:1].expand(10, -1), x[:20], x[:40], y[:40])
-    assert result["numbers"] == [1, 2, 5, 10] and len(set(result["accuracy"])) == 1
-    assert result["nll"] == pytest.approx([result["nll"][0]] * 4, rel=1e-4)
-
-
-def test_all_columns(small, lenet, tmp_path):
-    columns = ["--fake-data", "--device", "cpu", "--steps", "4", "--images", "4", "--tested", "10"]
-    columns += ["--averaged", "12", "--validate-every", "2", "--calibration", "20"]
-    small.main([*columns, "--column", "all", "--out", str(tmp_path)])
-    for column in "abcd":
-        folder = tmp_path / f"cifar10_{column}"
-        metrics = json.loads((folder / "metrics.json").read_text())
-        for name in ("command", "seed", "commit", "hardware", "torch", "seconds", "images_seen"):
-            assert name in metrics
-        assert metrics["data"] == "made up" and "MADE-UP" in metrics["title"]
-        assert (folder / "training.png").stat().st_size > 1000
-        assert (folder / "distillation.png").exists() == (column in "cd")
-        assert metrics["tested"]["networks"] == dict(a=1, b=4, c=10, d=10)[column]
-    folders = [str(tmp_path / f"cifar10_{column}") for column in "abcd"]
-    rows = lenet.main(["--compare", *folders, "--out", str(tmp_path)])["rows"]
-    assert rows[3]["single"] == metrics["tested"]["single"]
-    assert (tmp_path / "compare" / "compare.png").stat().st_size > 1000
-    again = small.main(
-        [*columns, "--checkpoint", str(folder / "model.pt"), "--out", str(tmp_path / "again")]
-    )
-    assert again["tested"] == metrics["tested"] and again["distilled"] == metrics["distilled"]
-
-
 @pytest.mark.parametrize("device, amp", [("cuda", False), ("cuda", True), ("meta", False)])
-def test_training_step_without_the_device(small, tmp_path, device, amp, monkeypatch):
+@pytest.mark.parametrize("kind", ["outputs", "none"])
+@pytest.mark.parametrize("means", [0, 1])
+def test_training_step_without_the_device(small, monkeypatch, device, amp, kind, means):
     """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
     cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
-    args = arguments(small, tmp_path, *(["--amp"] if amp else []))
-    if device == "cuda":
-        monkeypatch.setattr(torch.Tensor, "backward", lambda self: None)
-        monkeypatch.setattr(torch.autograd, "backward", lambda *_: None)
+    c = settings(small, "d", amp=amp, diversity=kind, means=means)
+    if device == "meta":
+        monkeypatch.setattr(
+            torch, "autocast", lambda *_, **__: contextlib.nullcontext()
+        )  # it does not know meta
     with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
         with torch.device(device):  # for the parameters; the step must find its device by itself
-            model = small.Hypernetwork()
-        x = torch.rand(2, 4, 3, 32, 32, device=device)
-        y = torch.zeros(2, 4, dtype=torch.long, device=device)
-        results = small.training_step(model, model.noise(2), x, y, args)
+            model = small.Hypernetwork(small.target_shapes(10), [16, 16, 32, 64, 1], means)
+        padded = torch.rand(20, 3, 40, 40, device=device)
+        y = torch.zeros(20, dtype=torch.long, device=device)
+        batch = small.draw(padded, y, (2, 4), 2, generator=None)  # no device, no generator
+        results = small.training_step(model, model.noise(2), *batch, c)
         assert all(result.device.type == device for result in results)
         if device == "meta":
+            results[0].backward()
             assert all(p.grad.device.type == device for p in model.parameters())
 
 
-@pytest.mark.parametrize("column", ["b", "d"])
-def test_resume_is_bit_identical(small, tmp_path, monkeypatch, column):
-    """Stopped after the checkpoint of step 2, in the middle of step 3."""
-    more = ["--column", column, "--networks", "1" if column == "b" else "2"]
-    whole = arguments(small, tmp_path / "whole", *more)
-    data = small.load_data(whole)
-    small.train(whole, data)
-    with pytest.raises(SystemExit, match="--resume goes on"):
-        small.train(whole, data)
-    with pytest.raises(SystemExit, match="has --lr .*, not 7.0"):
-        small.train(arguments(small, tmp_path / "whole", *more, "--lr", "7", "--resume"), data)
-    whole_step, calls = small.training_step, []
+# ---- several processes ---------------------------------------------------------------------------
 
-    def dying(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return whole_step(*args)
+WORKER = """
+import importlib, os, signal, sys
+import torch, torch.distributed as dist
+from torch import nn
+from test_03_cifar_lenet import model_of, settings, shrink
+from test_04_cifar_resnet32 import step_inputs
 
-    monkeypatch.setattr(small, "training_step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        small.train(arguments(small, tmp_path / "stopped", *more), data)
-    monkeypatch.setattr(small, "training_step", whole_step)
-    small.train(arguments(small, tmp_path / "stopped", *more, "--resume"), data)
-    whole, resumed = (
-        torch.load(tmp_path / name / f"cifar10_{column}/checkpoint.pt", weights_only=True)
-        for name in ("whole", "stopped")
-    )
-    assert whole["log"] == resumed["log"]
-    assert all(torch.equal(a, resumed["model"][name]) for name, a in whole["model"].items())
-    assert len(whole["chain"]) == len(resumed["chain"]) == (whole["step"] if column == "b" else 0)
-    pairs = zip(whole["chain"], resumed["chain"])
-    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other))
+torch.set_num_threads(1)
+resnet, calls = importlib.import_module("04_cifar_resnet32"), []
+shrink(resnet, setattr)
+training_step, load_data = resnet.training_step, resnet.load_data
+
+def dying(*args):
+    calls.append(None)
+    if len(calls) == 6 and resnet.RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return training_step(*args)
+
+def one_step(args):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(model_of(resnet).double())
+    part = [tensor.chunk(2)[resnet.RANK] for tensor in step_inputs(4)]
+    loss, *_ = training_step(model, *part, settings(resnet, "d", shared=2, lam=70.0))
+    loss.backward()
+    dist.all_reduce(loss)
+    if resnet.RANK == 0:
+        torch.save([loss / 2, *(p.grad for p in model.parameters())], sys.argv[1])
+    return load_data(args)
+
+if sys.argv[2] == "killed":
+    resnet.training_step = dying
+else:
+    resnet.load_data = one_step  # main() calls it when the process group is there
+runs = resnet.main(sys.argv[3:])
+assert len(runs) == (2 if resnet.RANK == 0 else 0) and not dist.is_initialized()
+"""
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path):
-    args = arguments(small, tmp_path, "--lr", "1e30")
-    with pytest.raises(SystemExit, match="the loss is not finite; try a smaller --lr"):
-        small.train(args, small.load_data(args))
+def start_two(*argv: str) -> list[subprocess.Popen]:
+    """Two processes with the environment that torchrun gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    env |= dict(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}", WORLD_SIZE="2")
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, *argv],
+            env=os.environ | env | dict(RANK=rank, LOCAL_RANK=rank),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--steps", "0"], "0 is not a positive whole number"),
-        (["--diversity", "weights"], "invalid choice"),
-        (["--shared", "65"], "cannot exceed --images-per-forward"),
-        (["--networks", "1"], "at least 2"),
-        (["--out", "README.md/folder"], "cannot write there"),
-    ],
-)
-def test_bad_flags_are_one_line(resnet, tmp_path, capsys, arguments, message):
-    """And no folder of a run is made."""
-    with pytest.raises(SystemExit) as stop:
-        resnet.main(["--device", "cpu", "--out", str(tmp_path / "runs"), *arguments])
-    assert not list(tmp_path.glob("runs/*"))
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+def test_two_processes_equal_one(small, tmp_path):
+    """The whole script: `networks` is the number in all processes; one of them is killed in step 6,
+    the same command goes on from step 4; rank 0 alone evaluates and writes. And a single step with
+    two z in each process, and with all four in one: same loss, same gradients. Float32 sums in
+    another order: Adam turns the rounding of a gradient near 0 into a step of another sign, so
+    trained weights are compared by their mean."""
+    argv = [*FAKE, "--columns", "d", "b", "--networks", "4", "--out"]
+    processes = start_two(str(tmp_path / "step"), "killed", *argv, str(tmp_path / "two"))
+    processes[1].communicate()
+    processes[0].kill()  # as torchrun does then
+    processes[0].communicate()
+    assert processes[1].returncode == -signal.SIGKILL
+    assert saved(tmp_path / "two/cifar10_d_networks4_fake/checkpoint.pt")["step"] == 4
+    processes = start_two(str(tmp_path / "step"), "again", *argv, str(tmp_path / "two"))
+    tables = []
+    for process in processes:
+        out, err = process.communicate()
+        assert process.returncode == 0, err
+        tables.append(out.count("| (d) diversity"))
+    assert tables == [1, 0]
+    loss, *grads = torch.load(tmp_path / "step", weights_only=True)
+    torch.manual_seed(0)
+    model, c = model_of(small).double(), settings(small, "d", shared=2, lam=70.0)
+    expected, *_ = small.training_step(model, *step_inputs(4), c)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for grad, parameter in zip(grads, model.parameters()):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
+
+    small.main([*argv, str(tmp_path / "one")])
+    for column in "bd":
+        folder = f"cifar10_{column}_networks4_fake"
+        one, two = (
+            json.loads((tmp_path / out / folder / "metrics.json").read_text())
+            for out in ("one", "two")
+        )
+        assert two["command"].startswith("torchrun --nproc_per_node=2 04_cifar_resnet32.py --fake")
+        assert one["settings"] == two["settings"]
+        assert [row["step"] for row in two["log"]] == [4, 8]
+        models = [saved(tmp_path / out / folder / "checkpoint.pt") for out in ("one", "two")]
+        torch.manual_seed(10**6)  # as train() does for seed 0
+        start = model_of(small, column, networks=4).state_dict()
+        for name, a in models[0]["model"].items():
+            b = models[1]["model"][name]
+            moved, different = (a - start[name]).abs().mean(), (a - b).abs().mean()
+            assert moved > 0 and different < 0.02 * moved, name
+        assert len(models[0]["chain"]) == len(models[1]["chain"]) == 2 * (column == "b")
+    for a, b in zip(one["log"], two["log"]):  # of d
+        assert a["diversity"] == pytest.approx(b["diversity"], rel=0.01)
+        assert a["norm"] == pytest.approx(b["norm"], rel=0.01)
+
+
+def test_processes_need_a_multiple_of_networks(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "RANKS", 3)
+    with pytest.raises(SystemExit, match="--networks: 3 processes need a multiple of 3"):
+        small.main([*FAKE, "--networks", "4", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
