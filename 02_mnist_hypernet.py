@@ -62,8 +62,6 @@ SAVE_SECONDS = 120  # of training that a killed run loses at most
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add, recipes = parser.add_argument, list(RECIPES)
@@ -88,7 +86,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
     if args.networks == 1:
-        parser.error("argument --networks: diversity needs at least 2, to have a nearest other")
+        parser.error("diversity needs at least 2 --networks in a step")
     args.runs = [settings(args, recipe) for recipe in args.recipes]
     return args
 
@@ -99,7 +97,7 @@ def settings(args: argparse.Namespace, recipe: str) -> argparse.Namespace:
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     values = RECIPES[recipe]
     quick = {name: min(most, values[name]) for name, most in QUICK.items() if args.quick}
-    words = [f"{name}{value:g}" for name, value in given.items()]
+    words = [f"{name}{value:.12g}" for name, value in given.items()]
     words += ["quick"] * args.quick + ["fake"] * args.fake_data
     c = argparse.Namespace(script=NAME, recipe=recipe, **dict(seed=0) | values | quick | given)
     c.fake_data, c.name = args.fake_data, "_".join([recipe, *words])
@@ -107,8 +105,6 @@ def settings(args: argparse.Namespace, recipe: str) -> argparse.Namespace:
 
 
 # ---- Data ----------------------------------------------------------------------------------------
-
-
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     """Images (B, 1, 28, 28) in [0, 1] and labels (B,) of the splits train, val and test, all on the
     training device: 55,000, 5,000 and 10,000 of MNIST."""
@@ -143,8 +139,6 @@ def draw(padded: Tensor, y: Tensor, shape: tuple, generator) -> tuple[Tensor, Te
 
 
 # ---- Target network ------------------------------------------------------------------------------
-
-
 SHAPES = [(32, 26), (16, 801), (8, 785), (10, 9)]  # (F, K + 1) of its layers: 20,018 weights
 
 
@@ -161,8 +155,6 @@ def flat(theta: list[Tensor]) -> Tensor:
 
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
-
-
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers without biases; leaky ReLU, then batch norm, between them."""
     layers = []
@@ -219,8 +211,6 @@ class Hypernetwork(nn.Module):
 
 
 # ---- Baseline: multiplicative normalizing flows (MNFG) -------------------------------------------
-
-
 class Flow(nn.Module):
     """Two masked RealNVP steps, z (N, d) -> z' and log |det dz'/dz| (N,). A step keeps the masked
     half and moves the rest towards u: z' = M z + (1 - M) (g z + (1 - g) u), both u and g from M z.
@@ -333,8 +323,6 @@ def make_model(c: argparse.Namespace) -> nn.Module:
 
 
 # ---- Training ------------------------------------------------------------------------------------
-
-
 def training_step(model: nn.Module, z: Tensor, x: Tensor, y: Tensor, c) -> tuple[Tensor, ...]:
     """Images (N, B, 1, 28, 28), labels (N, B): network n sees batch n."""
     theta, entropy = model.theta_and_entropy(z)  # of gauge-fixed weights; MNFG: minus its bound
@@ -410,7 +398,7 @@ def read(file: Path, c: argparse.Namespace | None = None) -> dict:
             record = json.loads(file.read_text())
         else:
             record = torch.load(file, map_location="cpu", weights_only=True)
-        theirs = record["settings"]
+        theirs = dict(record["settings"])
         ours = vars(c) if c else dict(script=NAME)
     except Exception as error:
         sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
@@ -428,8 +416,6 @@ def load(file: str | Path, device: str = "cpu") -> nn.Module:
 
 
 # ---- Evaluation and figures ----------------------------------------------------------------------
-
-
 @torch.no_grad()
 def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """The weights of n networks. In inference mode a network depends on its own noise alone."""
@@ -766,8 +752,6 @@ def table(runs: list[dict]) -> str:
 
 
 # ---- Main ----------------------------------------------------------------------------------------
-
-
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)

@@ -85,8 +85,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
     args.runs = [settings(args, column) for column in args.columns]
-    if any(c.diversity != "none" and c.networks < 2 for c in args.runs):
-        parser.error("argument --networks: diversity needs at least 2, to have a nearest other")
+    if any(c.diversity != "none" and (c.networks < 2 or not c.start) for c in args.runs):
+        parser.error("diversity needs at least 2 --networks in a step, and column c or d")
     return args
 
 
@@ -96,7 +96,7 @@ def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     recipe = RECIPES[column]
     quick = {name: min(most, recipe[name]) for name, most in QUICK.items() if args.quick}
-    words = [v if isinstance(v, str) else f"{name}{v:g}" for name, v in given.items()]
+    words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
     words += ["quick"] * args.quick + ["fake"] * args.fake_data
     c = argparse.Namespace(script=NAME, column=column, **recipe | quick | given)
     c.dataset, c.fake_data = args.dataset, args.fake_data
@@ -127,7 +127,8 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
         x, x_test = (torch.from_numpy(split.data).float() for split in (train, test))
         y, y_test = (torch.tensor(split.targets) for split in (train, test))
     mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-    x, x_test = (part.sub_(mean).div_(std).permute(0, 3, 1, 2) for part in (x, x_test))
+    x, x_test = (part.sub_(mean).div_(std).contiguous() for part in (x, x_test))
+    x, x_test = x.permute(0, 3, 1, 2), x_test.permute(0, 3, 1, 2)
     n, most = len(x) // 10, 1000 if args.quick else None  # images of the smaller splits
     splits = dict(train=(x[n:], y[n:]), val=(x[:n][:most], y[:n][:most]))
     splits["test"] = (x_test[:most], y_test[:most])
@@ -351,7 +352,7 @@ def read(file: Path, c: argparse.Namespace | None = None) -> dict:
             record = json.loads(file.read_text())
         else:
             record = torch.load(file, map_location="cpu", weights_only=True)
-        theirs, ours = record["settings"], vars(c) if c else dict(script=NAME)
+        theirs, ours = dict(record["settings"]), vars(c) if c else dict(script=NAME)
     except Exception as error:
         sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
     if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:

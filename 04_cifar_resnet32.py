@@ -93,7 +93,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
     args.runs = [settings(args, column) for column in args.columns]
     if any(c.diversity != "none" and c.networks < 2 for c in args.runs):
-        parser.error("argument --networks: diversity needs at least 2, to have a nearest other")
+        parser.error("diversity needs at least 2 --networks in a step")
     return args
 
 
@@ -103,7 +103,7 @@ def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     recipe = RECIPES[column]
     quick = {name: min(most, recipe[name]) for name, most in QUICK.items() if args.quick}
-    words = [v if isinstance(v, str) else f"{name}{v:g}" for name, v in given.items()]
+    words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
     words += ["quick"] * args.quick + ["fake"] * args.fake_data
     c = argparse.Namespace(script=NAME, column=column, **recipe | quick | given)
     c.dataset, c.fake_data = args.dataset, args.fake_data
@@ -138,7 +138,8 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
         x, x_test = (torch.from_numpy(split.data).float() for split in (train, test))
         y, y_test = (torch.tensor(split.targets) for split in (train, test))
     mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-    x, x_test = (part.sub_(mean).div_(std).permute(0, 3, 1, 2) for part in (x, x_test))
+    x, x_test = (part.sub_(mean).div_(std).contiguous() for part in (x, x_test))
+    x, x_test = x.permute(0, 3, 1, 2), x_test.permute(0, 3, 1, 2)
     n, most = len(x) // 10, 1000 if args.quick else None  # images of the smaller splits
     splits = dict(train=(x[n:], y[n:]), val=(x[:n][:most], y[:n][:most]))
     splits["test"] = (x_test[:most], y_test[:most])
@@ -184,8 +185,8 @@ def target_network(x: Tensor, theta: list[Tensor], record: list | None = None) -
         layer, k = next(layers), x.shape[2] * kernel_size**2
         x = conv2d(x, layer[..., :k], kernel_size, stride, kernel_size // 2, bias=False)
         if record is not None:
-            var, mean = torch.var_mean(x, dim=(1, 3, 4), correction=0)
-            record.append(torch.stack([mean, var + mean.square()], dim=-1))
+            means = x.mean(dim=(1, 3, 4)), x.square().mean(dim=(1, 3, 4))
+            record.append(torch.stack(means, dim=-1))
         gamma, beta, *moments = layer[..., k:].unbind(dim=-1)
         return batch_norm(x, 1 + gamma, beta, *moments)
 
@@ -396,7 +397,7 @@ def read(file: Path, c: argparse.Namespace | None = None) -> dict:
             record = json.loads(file.read_text())
         else:
             record = torch.load(file, map_location="cpu", weights_only=True)
-        theirs, ours = record["settings"], vars(c) if c else dict(script=NAME)
+        theirs, ours = dict(record["settings"]), vars(c) if c else dict(script=NAME)
     except Exception as error:
         sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
     if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:

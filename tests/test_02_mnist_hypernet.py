@@ -754,7 +754,7 @@ def test_files_of_other_settings_damaged_and_foreign_ones_are_refused(mnist, tmp
     [
         (["--steps", "0"], "--steps: 0 is not a positive number"),
         (["--lr", "nan"], "--lr: nan is not a positive number"),
-        (["--networks", "1"], "--networks: diversity needs at least 2"),
+        (["--networks", "1"], "diversity needs at least 2 --networks"),
     ],
 )
 def test_bad_flags(mnist, capsys, flags, message):
