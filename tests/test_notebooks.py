@@ -95,7 +95,7 @@ def test_shown_code_is_todays(path):
                 for name in names or [first]:
                     value = getattr(value, name)
                 sources.append(inspect.getsource(value))
-            assert cell.outputs[0].data["text/plain"] == "\n\n".join(sources)
+            assert cell.outputs[0].data["text/plain"].strip() == "\n\n".join(sources).strip()
             shown += 1
     assert shown
 
