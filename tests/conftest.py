@@ -5,6 +5,8 @@ import pytest
 
 # Some virtual machines announce AMX but do not run it: bfloat16 would crash. Torch reads this once.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Networks here are tiny: more threads gain nothing, and crawl where other programs run too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
