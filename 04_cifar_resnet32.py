@@ -351,7 +351,8 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
     first, every = record["step"], math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
-    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, disable=RANK > 0)
+    quiet = dict(disable=True) if RANK > 0 else dict(mininterval=1)
+    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, **quiet)
     for step in bar:
         # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
         generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
