@@ -18,7 +18,6 @@ import json
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -47,30 +46,23 @@ from common import (
 NAME = "02_mnist_hypernet"
 # The documented runs. Training images are moved by up to `shift` pixels. MNFG's lam is the number
 # of training images, as its bound demands.
-HYPERNET = dict(steps=3000, lr=2e-3, lam=1e3, networks=32, images=32, start="copies")
 RECIPES = dict(
-    hypernet=HYPERNET | dict(shift=1, diversity="weights"),
-    mnfg=dict(steps=30_000, lr=1e-3, lam=55e3, networks=4, images=32, start=None)
-    | dict(shift=1, diversity="bound"),
-    paper=HYPERNET | dict(steps=13_000, lr=3e-4, start="random", shift=0, diversity="weights"),
+    hypernet=dict(steps=3000, lr=2e-3, lam=1e3, networks=32, images=32, shift=1, start="copies"),
+    mnfg=dict(steps=30_000, lr=1e-3, lam=55e3, networks=4, images=32, shift=1, start=None),
 )
+RECIPES["paper"] = RECIPES["hypernet"] | dict(steps=13_000, lr=3e-4, shift=0, start="random")
 QUICK = dict(steps=250)  # at most
-# What is analysed: networks tested, images along paths, images for each of 25 attacked networks.
-COSTS = dict(
-    quick=dict(tested=20, path_images=100, attacked=4),
-    cpu=dict(tested=200, path_images=1000, attacked=40),
-    cuda=dict(tested=4000, path_images=10_000, attacked=400),  # the paper's
-)
+# Networks tested; five times as many images along paths, a fifth for each of 25 attacked networks.
+TESTED = dict(quick=20, cpu=200, cuda=2000)
 TITLES = dict(hypernet="hypernetwork", mnfg="MNFG", paper="paper's recipe")
 PAPER = dict(paper=0.9914, mnfg_shift0=0.9928)  # the paper's vote of 200, by our run's name
 # By recipe: the colour of its documented run, and of runs with other settings.
 COLOURS = dict(hypernet=["C0", "navy", "deepskyblue"], mnfg=["C2", "darkgreen"], paper=["C4", "m"])
-STYLES = ["o-", "s:", "X"]  # of lines in figures
+STYLES = ["o-", "s:", "X"]  # of lines in a figure
 SIZES = [1, 2, 5, 10, 20, 50, 100, 200]  # of ensembles
 EPSILONS = [i / 50 for i in range(13)]  # of adversarial examples: 0 to 0.24
 ANGLES = list(range(0, 181, 10))  # of a rotated digit, in degrees
-VALIDATION, TEST, PATHS, ATTACKS, ROTATION, SHOWN = range(1, 7)  # seeds of evaluation
-LOG_ROWS = 20  # in a run's log, at most: as many validations
+TEST, PATHS, ATTACKS, ROTATION = range(1, 5)  # seeds of evaluation
 SAVE_SECONDS = 120  # of training that a killed run loses at most
 
 
@@ -79,9 +71,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add, recipes = parser.add_argument, list(RECIPES)
     add("--runs", dest="recipes", nargs="+", choices=recipes, default=recipes, help="all if absent")
-    add("--diversity", choices=["weights", "raw", "coordinates", "outputs"], help="of what")
-    add("--shift", type=int, help="of training images, in pixels; the recipe's, as all that follow")
-    add("--steps", type=int, help="of training")
+    add("--steps", type=int, help="of training; the recipe's unless given, as all that follow")
+    add("--shift", type=int, help="of training images, in pixels at most")
     add("--lr", type=float, help="rate of Adam")
     add("--lam", type=float, help="weight of accuracy against diversity")
     add("--networks", type=int, help="in a step: samples of z")
@@ -92,7 +83,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, default=Path("data"), help="folder of MNIST; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without MNIST")
     add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
-    add("--quick", action="store_true", help=f"small costs, at most {QUICK | COSTS['quick']}")
+    add("--quick", action="store_true", help="small costs: does it run?")
     args = parser.parse_args(argv)
     for name in ("steps", "lr", "lam", "networks", "images"):
         value = getattr(args, name)
@@ -100,22 +91,23 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: {value} is not a positive number")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
-    if args.networks == 1 or (args.diversity and "mnfg" in args.recipes):
-        parser.error("diversity needs at least 2 --networks in a step; MNFG has its own")
+    if args.networks == 1:
+        parser.error("diversity needs at least 2 --networks in a step")
     args.runs = [settings(args, recipe) for recipe in args.recipes]
     return args
 
 
 def settings(args: argparse.Namespace, recipe: str) -> argparse.Namespace:
     """A recipe with what the command overrides; its name says so."""
-    flags = ("diversity", "shift", "steps", "lr", "lam", "networks", "images", "seed")
+    flags = ("steps", "shift", "lr", "lam", "networks", "images", "seed")
     given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     values = RECIPES[recipe]
     quick = {name: min(most, values[name]) for name, most in QUICK.items() if args.quick}
-    words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
+    words = [f"{name}{value:.12g}" for name, value in given.items()]
     words += ["quick"] * args.quick + ["fake"] * args.fake_data
     c = argparse.Namespace(script=NAME, recipe=recipe, **dict(seed=0) | values | quick | given)
     c.fake_data, c.name = args.fake_data, "_".join([recipe, *words])
+    c.title = ", ".join([TITLES[recipe], *words])
     return c
 
 
@@ -158,32 +150,15 @@ def draw(padded: Tensor, y: Tensor, shape: tuple, generator) -> tuple[Tensor, Te
 SHAPES = [(32, 26), (16, 801), (8, 785), (10, 9)]  # (F, K + 1) of its layers: 20,018 weights
 
 
-def activations(x: Tensor, theta: list[Tensor]) -> list[Tensor]:
-    """(N, B, 1, 28, 28) -> what enters each layer, and the logits (N, B, 10). Max pooling before
-    ReLU is the same and cheaper."""
+def target_network(x: Tensor, theta: list[Tensor], record: list | None = None) -> Tensor:
+    """(N, B, 1, 28, 28) -> logits (N, B, 10); what the hidden layers give goes to `record`. Max
+    pooling before ReLU is the same and cheaper."""
     first = max_pool2d(conv2d(x, theta[0], 5, padding=2), 2).relu()  # (N, B, 32, 14, 14)
     second = max_pool2d(conv2d(first, theta[1], 5, padding=2), 2).relu()  # (N, B, 16, 7, 7)
     third = linear(second.flatten(2), theta[2]).relu()  # (N, B, 8)
-    return [x, first, second, third, linear(third, theta[3])]
-
-
-def target_network(x: Tensor, theta: list[Tensor]) -> Tensor:
-    return activations(x, theta)[-1]
-
-
-def mean_squares(x: Tensor, theta: list[Tensor]) -> Tensor:
-    """Of the 1 + 32 + 16 + 8 channels that enter the layers, over images and pixels: (N, 57)."""
-    inputs = activations(x, theta)[:-1]
-    return torch.cat([a.transpose(1, 2).flatten(2).square().mean(dim=-1) for a in inputs], dim=1)
-
-
-@torch.no_grad()
-def activity(theta: list[Tensor], x: Tensor) -> list[Tensor]:
-    """Root mean squares of the channels that enter each layer, (N, C) each, on images
-    (B, 1, 28, 28). A unit of the layer before that never fires has 0."""
-    n = len(theta[0])
-    means = [each_network(mean_squares, x.expand(n, *x.shape), theta) for x in x.split(250)]
-    return torch.stack(means).mean(dim=0).sqrt().split([1, 32, 16, 8], dim=1)
+    if record is not None:
+        record += [first, second, third]
+    return linear(third, theta[3])
 
 
 def flat(theta: list[Tensor]) -> Tensor:
@@ -314,11 +289,10 @@ class MNFGLayer(nn.Module):
 
 
 class MNFG(nn.Module):
-    """Louizos and Welling (2017): the same weights from a variational posterior, each layer by
-    itself. Its bound takes the place of the entropy: with lam = the number of training images,
-    lam * loss_acc - entropy is the negative evidence lower bound. The first `convs` layers are
-    convolutions; `stds` are the initial deviations of `mean`. Paper (of MNFG): one z per image and
-    noise on activations. Here: explicit weights, as in the analyses, one network per batch."""
+    """Louizos and Welling (2017): the weights from a variational posterior, each layer by itself.
+    With lam = the number of training images, lam * loss_acc + bound is the negative evidence lower
+    bound. The first `convs` layers are convolutions; `stds` are the initial deviations of `mean`.
+    Paper (of MNFG): one z per image, noise on activations. Here: one network per batch."""
 
     def __init__(self, shapes, convs: int, stds):
         super().__init__()
@@ -353,59 +327,13 @@ def make_model(c: argparse.Namespace) -> nn.Module:
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def coordinates(theta: list[Tensor], x: Tensor) -> list[Tensor]:
-    """theta in coordinates in which what has no effect on images (B, 1, 28, 28) counts nothing.
-
-    A filter is multiplied by the activity of the channels that it reads, normalised as in
-    `fix_gauge`, and multiplied by how strongly the next layer listens to it. So taps on a unit that
-    never fires are 0, and so is a filter that nobody reads. Not in the paper, which suspects that
-    diversity hides in such filters, and asks for a better gauge.
-    """
-    seen = [scale_inputs(filters, rms) for filters, rms in zip(theta, activity(theta, x))]
-    seen[:-1] = [normalise(filters) for filters in seen[:-1]]
-    weight, bias = seen[-1][..., :-1], seen[-1][..., -1:]
-    seen[-1] = torch.cat([weight, bias - bias.mean(dim=1, keepdim=True)], dim=-1)
-    for i, (filters, following) in enumerate(zip(seen[:-1], seen[1:])):
-        taps = following[..., :-1].unflatten(-1, (filters.shape[1], -1))  # (N, F_next, F, taps)
-        listening = taps.detach().square().sum(dim=(1, 3)).sqrt()  # (N, F)
-        seen[i] = filters * normalise(listening)[..., None]
-    return seen
-
-
-def scale_inputs(filters: Tensor, factors: Tensor) -> Tensor:
-    """Multiply all that filters (N, F, K + 1) read from a channel by its factor (N, C)."""
-    taps = filters[..., :-1].unflatten(-1, (factors.shape[1], -1)) * factors[:, None, :, None]
-    return torch.cat([taps.flatten(2), filters[..., -1:]], dim=-1)
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Mean square 1 in the last dimension; zeros stay."""
-    mean_square = x.square().mean(dim=-1, keepdim=True)
-    return x / torch.where(mean_square > 1e-30, mean_square, 1.0).sqrt()
-
-
-def measure_diversity(kind: str, theta: list[Tensor], x: Tensor) -> Tensor:
-    """Entropy of N networks: of their weights, or of what they do with images (B, 1, 28, 28)."""
-    n = len(theta[0])
-    if kind == "weights":  # the paper's
-        samples = flat(fix_gauge(theta))
-    elif kind == "raw":
-        samples = flat(theta)
-    elif kind == "coordinates":
-        samples = flat(coordinates(theta, x))
-    else:  # answers to a few images
-        logits = each_network(target_network, x[:8].expand(n, *x[:8].shape), theta)
-        samples = logits.softmax(dim=-1).flatten(1)
-    return knn_entropy(samples, dim=Hypernetwork.noise_size)
-
-
 def training_step(model: nn.Module, z: Tensor, x: Tensor, y: Tensor, c) -> tuple[Tensor, ...]:
     """Images (N, B, 1, 28, 28), labels (N, B): network n sees batch n."""
-    if c.diversity == "bound":  # MNFG's own
+    if isinstance(model, MNFG):
         theta, entropy = model.theta_and_bound(z)
     else:
-        theta = model(z)
-        entropy = measure_diversity(c.diversity, theta, x[0])
+        theta = fix_gauge(model(z))
+        entropy = knn_entropy(flat(theta), dim=model.noise_size)
     logits = each_network(target_network, x, theta)  # (N, B, 10)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     loss = c.lam * loss_acc - entropy
@@ -428,7 +356,8 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     torch.manual_seed(stream)
     model = make_model(c).to(y.device)
     optimizer = torch.optim.Adam(model.parameters(), c.lr, fused=True)
-    record = dict(settings=vars(c), commit=commit(), step=0, seconds=0.0, log=[])
+    git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
+    record = dict(settings=vars(c), commit=subprocess.getoutput(git), step=0, seconds=0.0, log=[])
     if file.exists():
         record = read(file, c)
         model.load_state_dict(record["model"])
@@ -436,7 +365,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
             optimizer.load_state_dict(state)
 
     padded = F.pad(x, [c.shift] * 4)
-    first, every = record["step"], max(50, math.ceil(c.steps / LOG_ROWS))
+    first, every = record["step"], math.ceil(c.steps / 20)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
     bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, mininterval=1)
     for step in bar:
@@ -454,16 +383,14 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         optimizer.step()
 
         done = step + 1
-        logging = done % every == 0 or done == c.steps
-        if logging or time.perf_counter() - saved > SAVE_SECONDS:
+        if done % every == 0 or done == c.steps or time.perf_counter() - saved > SAVE_SECONDS:
             row = dict(loss_acc=loss_acc, entropy=entropy, acc=acc, norm=norm)
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
             if not all(map(math.isfinite, row.values())):
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
-            if logging:
-                row |= validate(model, data)
+            bar.set_postfix(acc=f"{row['acc']:.3f}", entropy=f"{row['entropy']:.0f}", refresh=False)
+            if done % every == 0:
                 record["log"].append(row)
-                bar.set_postfix(val_one=f"{row['val_one']:.3f}", refresh=False)
             saved = time.perf_counter()
             record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
             record["optimizers"] = [optimizer.state_dict()] if done < c.steps else []
@@ -484,10 +411,6 @@ def read(file: Path, c: argparse.Namespace | None = None) -> dict:
     if other := {k: theirs.get(k) for k, v in ours.items() if theirs.get(k) != v}:
         sys.exit(f"{file} is of other settings, {other}: remove {file.parent} to start afresh")
     return record
-
-
-def commit() -> str:
-    return subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
 
 
 def load(file: str | Path, device: str = "cpu") -> nn.Module:
@@ -525,53 +448,53 @@ def evaluate(probabilities: Tensor, y: Tensor) -> dict:
     for size in (size for size in SIZES if size <= n):
         groups = range(0, n - size + 1, size)  # no network in two ensembles
         hits = [(majority(votes[i : i + size]) == y).float().mean() for i in groups]
-        means = [probabilities[i : i + size].mean(dim=0).clamp_min(1e-12) for i in groups]
-        nlls = [F.nll_loss(mean.log(), y) for mean in means]
         result["vote"][str(size)] = torch.stack(hits).mean().item()
+        means = [probabilities[i : i + size].mean(dim=0) for i in groups]
+        nlls = [F.nll_loss(mean.clamp_min(1e-12).log(), y) for mean in means]
         result["nll"][str(size)] = torch.stack(nlls).mean().item()
     return result
 
 
-def validate(model: nn.Module, data: dict) -> dict:
-    """Ten networks, from the same z each time."""
-    x, y = data["val"]
-    theta = sample(model, 10, torch.Generator(x.device).manual_seed(VALIDATION))
-    result = evaluate(predict(theta, x), y)
-    row = dict(val_one=result["vote"]["1"], val_vote=result["vote"]["10"])
-    return row | dict(val_nll=result["nll"]["1"], val_disagreement=result["disagreement"])
-
-
+@torch.no_grad()
 def silence(theta: list[Tensor], x: Tensor) -> list[Tensor]:
-    """theta without its units that hardly ever fire on images x, less than a thousandth of what is
-    usual in their layer: their filters, and what the next layer reads from them, set to 0."""
-    fires = [
-        rms > 1e-3 * rms.square().mean(dim=1, keepdim=True).sqrt() for rms in activity(theta, x)
-    ]
-    theta = [scale_inputs(filters, alive) for filters, alive in zip(theta, fires)]
-    return [f * alive[..., None] for f, alive in zip(theta[:-1], fires[1:])] + theta[-1:]
+    """theta without its idle units, which on images x (B, 1, 28, 28) give less than a thousandth of
+    what is usual in their layer: their filters, and what the next layer reads of them, set to 0."""
+
+    def activity(x: Tensor, theta: list[Tensor]) -> Tensor:  # mean squares of all units, (N, 56)
+        target_network(x, theta, units := [])
+        return torch.cat([a.transpose(1, 2).flatten(2).square().mean(dim=-1) for a in units], dim=1)
+
+    n, live = len(theta[0]), list(theta)
+    squares = [each_network(activity, part.expand(n, *part.shape), theta) for part in x.split(250)]
+    for i, square in enumerate(torch.stack(squares).mean(dim=0).split([32, 16, 8], dim=1)):
+        works = square > 1e-6 * square.mean(dim=1, keepdim=True)  # (N, F)
+        live[i] = live[i] * works[..., None]
+        taps = live[i + 1][..., :-1].unflatten(-1, (works.shape[1], -1)) * works[:, None, :, None]
+        live[i + 1] = torch.cat([taps.flatten(2), live[i + 1][..., -1:]], dim=-1)
+    return live
 
 
 def live_diversity(theta: list[Tensor], x: Tensor) -> dict:
-    """How much of the diversity of gauge-fixed networks sits in units that never fire on x?"""
+    """How much of the diversity of gauge-fixed networks sits in units that are idle on x?"""
     live = silence(theta, x)
-    dead_units = sum((filters == 0).all(dim=-1).sum(dim=1) for filters in live[:-1])  # (N,)
+    idle = sum((filters == 0).all(dim=-1).sum(dim=1) for filters in live[:-1])  # (N,)
     squares = (flat(theta) - flat(theta).mean(dim=0)).square()
     share = squares[flat(theta) != flat(live)].sum() / squares.sum()
-    result = dict(dead_units=dead_units.float().mean().item(), dead_share=share.item())
-    for name, networks in dict(all=theta, live=fix_gauge(live)).items():
-        entropy = knn_entropy(flat(networks), Hypernetwork.noise_size)
-        result[name] = dict(entropy=entropy.item(), pca=pca(flat(networks))[1].tolist())
-    return result
+    entropies = [knn_entropy(flat(w), Hypernetwork.noise_size) for w in (theta, fix_gauge(live))]
+    changed = predict(theta, x[:1000]).argmax(dim=-1) != predict(live, x[:1000]).argmax(dim=-1)
+    names = ("idle_units", "idle_share", "changed", "entropy", "live_entropy")
+    numbers = (idle.float().mean(), share, changed.float().mean(), *entropies)
+    return {name: number.item() for name, number in zip(names, numbers)}
 
 
 @torch.no_grad()
-def paths(model: nn.Module, x: Tensor, y: Tensor, images: int, pairs=10, points=20) -> dict:
+def paths(model: nn.Module, x: Tensor, y: Tensor, images: int, pairs=10, points=11) -> dict:
     """Accuracy from network 2 to network 1: straight between their gauged weights, straight without
-    units that never fire on x, and through z. A path's dip is how far its worst point lies below
+    units that are idle on x, and through z. A path's dip is how far its worst point lies below
     the worse of its ends."""
     generator = torch.Generator(x.device).manual_seed(PATHS)
     t = torch.linspace(0, 1, points, device=x.device)[:, None, None]
-    walked = {"straight": [], "straight, live units": [], "through z": []}
+    walked = {"straight": [], "straight, without idle units": [], "through z": []}
     for _ in tqdm(range(pairs), "walking paths"):
         z = model.noise(2, generator)
         ends = fix_gauge(model.eval()(z))
@@ -590,15 +513,6 @@ def paths(model: nn.Module, x: Tensor, y: Tensor, images: int, pairs=10, points=
     return dict(curves=curves, dips=dips)
 
 
-def exchange_layers(theta: list[Tensor], x: Tensor, y: Tensor) -> list[float]:
-    """Mean accuracy of networks that have one layer from another sample, for each layer."""
-    accs = []
-    for i in range(len(theta)):
-        mixed = [*theta[:i], theta[i].roll(1, dims=0), *theta[i + 1 :]]
-        accs.append((predict(mixed, x).argmax(dim=-1) == y).float().mean().item())
-    return accs
-
-
 def fast_gradient(theta: list[Tensor], x: Tensor, target: Tensor) -> Tensor:
     """The sign of the gradient of log p(target | x) of ONE network: which way to change x."""
     x = x.clone().requires_grad_()
@@ -608,20 +522,19 @@ def fast_gradient(theta: list[Tensor], x: Tensor, target: Tensor) -> Tensor:
 
 def adversarial(model, x: Tensor, y: Tensor, images: int, networks=25, members=100) -> dict:
     """Fool a network into a random wrong class with x + epsilon * sign, unclipped, then show the
-    images to an ensemble of others: how many are misclassified. Attacked are, of the next `images`,
-    those that the network gets right. Paper: a new network and ensemble for each image."""
+    images to an ensemble of others: how many are misclassified, of those that the attacked network
+    gets right. Paper: a new network and ensemble for each image, here for every `images`."""
     generator, fooled = torch.Generator(x.device).manual_seed(ATTACKS), []
     parts = list(zip(x.split(images), y.split(images)))[:networks]
     for part, labels in tqdm(parts, "attacking"):
         one, ensemble = sample(model, 1, generator), sample(model, members, generator)
         right = predict(one, part)[0].argmax(dim=-1) == labels
-        part, labels = part[right], labels[right]
         shift = torch.randint(1, 10, labels.shape, device=x.device, generator=generator)
         sign = fast_gradient(one, part, (labels + shift) % 10)
         shown = torch.cat([part + epsilon * sign for epsilon in EPSILONS])
         votes = [predict(theta, shown).argmax(dim=-1) for theta in (one, ensemble)]
         answers = torch.stack([majority(vote).view(len(EPSILONS), -1) for vote in votes])
-        fooled.append((answers != labels).sum(dim=-1) / max(1, len(labels)))
+        fooled.append(((answers != labels) & right).sum(dim=-1) / right.sum().clamp_min(1))
     fooled = torch.stack(fooled)  # (networks, 2, epsilons)
     errors = fooled.std(dim=0, correction=0) / len(fooled) ** 0.5  # standard errors, over networks
     rates = zip(("the attacked network", "ensemble of 100 others"), fooled.mean(dim=0), errors)
@@ -644,46 +557,34 @@ def rotation(model: nn.Module, image: Tensor, members: int = 200) -> dict:
     return dict(curves=curves, answers=mean.argmax(dim=-1).tolist(), image=image.tolist())
 
 
-def pca(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, D) -> scores (N, 6) on six principal components, and their shares of the variance."""
-    u, s, _ = torch.linalg.svd(samples - samples.mean(dim=0), full_matrices=False)
-    return (u * s)[:, :6], (s.square() / s.square().sum())[:6]
-
-
-def analyse(model: nn.Module, data: dict, tested: int, path_images: int, attacked: int) -> dict:
+def analyse(model: nn.Module, data: dict, tested: int) -> dict:
     """All numbers that figures and table show; those of validation images are for choices."""
-    result = dict(parameters=sum(p.numel() for p in model.parameters()))
+    result = dict(parameters=sum(p.numel() for p in model.parameters()), exchanged=[])
     for split, networks in dict(val=min(50, tested), test=tested).items():
         x, y = data[split]
         generator = torch.Generator(x.device).manual_seed(TEST)
         tens = tqdm(range(networks // 10), f"{split}: ten networks at a time")
-        result[split] = evaluate(
-            torch.cat([predict(sample(model, 10, generator), x) for _ in tens]), y
-        )
-        theta = sample(model, min(100, tested), generator)
-        result[split] |= live_diversity(theta, x) | paths(model, x, y, path_images)
-    result["exchanged"] = exchange_layers([w[:20] for w in theta], x[:path_images], y[:path_images])
-    result["adversarial"] = adversarial(model, x, y, attacked)
+        probabilities = torch.cat([predict(sample(model, 10, generator), x) for _ in tens])
+        result[split] = evaluate(probabilities, y) | paths(model, x, y, images=5 * tested)
+        theta = sample(model, min(50, tested), generator)
+        result[split] |= live_diversity(theta, x)
+    for i in range(len(theta)):  # this layer taken from another sample
+        mixed = [*theta[:i], theta[i].roll(1, dims=0), *theta[i + 1 :]]
+        hits = predict(mixed, x[: 5 * tested]).argmax(dim=-1) == y[: 5 * tested]
+        result["exchanged"].append(hits.float().mean().item())
+    result["adversarial"] = adversarial(model, x, y, images=tested // 5)
     return result | dict(rotation=rotation(model, x[(y == 6).nonzero()[0, 0]]))
 
 
-def title(c: dict) -> str:
-    """The recipe, lam, and what else the command overrode, of a run's settings."""
-    recipe, *words = c["name"].split("_")
-    lam = "lam = " + f"{c['lam']:.3g}".replace("e+0", "e")  # 1e3
-    words = [re.sub(r"(?<=[a-z])(?=\d)", " ", w) for w in words if not w.startswith("lam")]
-    return ", ".join([TITLES[recipe], lam, *words])
-
-
-def plot_curves(runs, curves: list[dict], ticks="{x:.0%}", sharey=True, **labels) -> Figure:
+def plot_curves(runs: list[dict], curves: list[dict], ticks="{x:.0%}", **labels) -> Figure:
     """`curves` has for each run {panel: {line: [x, y] or [x, y, error]}}. A run has one colour, its
     recipe's or a shade of it; a line has one style."""
     figure = Figure(figsize=(9, 4.4), layout="constrained")
-    axes = figure.subplots(1, len(curves[0]), sharey=sharey, squeeze=False)[0]
+    axes = figure.subplots(1, len(curves[0]), sharey=True, squeeze=False)[0]
     shades = {recipe: cycle(colours) for recipe, colours in COLOURS.items()}
     for run, panels in zip(runs, curves):
         colour = next(shades[run["settings"]["recipe"]])
-        axes[0].plot([], [], color=colour, label=title(run["settings"]))
+        axes[0].plot([], [], color=colour, label=run["settings"]["title"])
         for ax, (name, lines) in zip(axes, panels.items()):
             for line, style in zip(lines.values(), STYLES):
                 ax.errorbar(*line, fmt=style, color=colour, ms=4)
@@ -697,37 +598,16 @@ def plot_curves(runs, curves: list[dict], ticks="{x:.0%}", sharey=True, **labels
 
 
 def plot_accuracy(runs: list[dict]) -> Figure:
-    """How good one network is, and n networks that vote."""
     accs = [torch.tensor(run["test"]["accuracies"]) for run in runs]
-    low, high = min(a.quantile(0.02).item() for a in accs), max(a.max().item() for a in accs)
+    edges = torch.linspace(min(a.quantile(0.02) for a in accs), max(map(max, accs)) + 1e-4, 40)
     curves = []
     for run, acc in zip(runs, accs):
-        edges = torch.linspace(low, high + 1e-4, 40)
         share = torch.histogram(acc, edges).hist / len(acc)
-        vote, paper = run["test"]["vote"], PAPER.get(run["settings"]["name"], math.nan)
-        votes = {"ours": [[int(n) for n in vote], list(vote.values())], "": [[], []]}
-        votes["paper's vote of 200"] = [[200], [paper]]
-        curves.append({"n networks that vote": votes})
-        curves[-1]["share of networks with that accuracy"] = {"": [edges[:-1], share]}
-    figure = plot_curves(runs, curves, "{x:.1%}", sharey=False)
-    figure.axes[0].set(xscale="log", xlabel="networks n", ylabel="test accuracy")
-    figure.axes[1].set(xlabel="test accuracy of one network", ylabel="networks")
-    return figure
-
-
-def plot_lam(runs: list[dict]) -> Figure:
-    """What lam does to networks alone, voting, and to their diversity."""
-    curves = []
-    for run in runs:
-        lam, test = [run["settings"]["lam"]], run["test"]
-        vote = list(test["vote"].values())
-        accs = {"vote of 200": [lam, vote[-1:]], "one network": [lam, vote[:1]]}
-        curves.append({"test accuracy": accs})
-        curves[-1]["two networks disagree"] = {"": [lam, [test["disagreement"]]]}
-        curves[-1]["entropy of live weights (nats)"] = {"": [lam, [test["live"]["entropy"]]]}
-    figure = plot_curves(runs, curves, "{x:.2%}", sharey=False, xscale="log", xlabel="lam")
-    figure.axes[2].yaxis.set_major_formatter("{x:.0f}")
-    return figure
+        lines = {"one network": [edges[:-1], share]}
+        lines["vote of 200"] = [list(run["test"]["vote"].values())[-1:], [0]]
+        lines["vote of 200 in the paper"] = [[PAPER.get(run["settings"]["name"], math.nan)], [0]]
+        curves.append({"": lines})
+    return plot_curves(runs, curves, xlabel="test accuracy", ylabel="networks")
 
 
 def plot_paths(runs: list[dict]) -> Figure:
@@ -754,75 +634,32 @@ def plot_rotation(runs: list[dict]) -> Figure:
     return figure
 
 
-def plot_weights(theta: list[Tensor], c: dict) -> Figure:
-    """25 samples of a filter, in layers 1 and 2, and two principal components of all networks."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
-    *mosaics, ax = figure.subplots(1, 3)
-    for i, mosaic in enumerate(mosaics):
-        images = theta[i][:25, 0, :25].view(5, 5, 5, 5)  # filter 1, input channel 1
-        reach = images.abs().quantile(0.98).item()  # one wild sample must not pale the rest
-        tiles = (
-            F.pad(images, (0, 1, 0, 1), value=torch.nan).transpose(1, 2).flatten(2).flatten(0, 1)
-        )
-        drawn = mosaic.imshow(tiles, cmap="RdBu", vmin=-reach, vmax=reach)
-        figure.colorbar(drawn, ax=mosaic, shrink=0.8)
-        mosaic.set_title(f"a filter of layer {i + 1}, 25 samples")
-        mosaic.axis("off")
-    scores, shares = pca(flat(theta))
-    ax.plot(scores[:, 0], scores[:, 1], ".", color=COLOURS[c["recipe"]][0], ms=2)
-    ax.set(xlabel=f"PC 1 ({shares[0]:.1%})", ylabel=f"PC 2 ({shares[1]:.1%})", aspect="equal")
-    ax.set(title=f"all weights of {len(scores)} networks")
-    figure.suptitle(f"{title(c)}: gauge-fixed weights")
-    return figure
-
-
-def draw_figures(out: Path) -> list[dict]:
-    """All figures of the finished runs in a folder; those of weights where a checkpoint is."""
-    files = sorted(out.glob("*/metrics.json"))
-    runs = [read(file) for file in files]
-    if not runs:
-        sys.exit(f"no finished run in {out}")
-    others = [run for run in runs if re.search("_lam|_seed", run["settings"]["name"])]
-    shown = [run for run in runs if run not in others] or runs
-    pictures = dict(accuracy=plot_accuracy, paths=plot_paths, adversarial=plot_adversarial)
-    for name, plot in (pictures | dict(rotation=plot_rotation)).items():
-        plot(shown).savefig(out / f"{name}.png", dpi=150)
-    if others:
-        plot_lam(shown[:1] + others).savefig(out / "lam.png", dpi=150)
-    for file, run in zip(files, runs):
-        if (checkpoint := file.with_name("checkpoint.pt")).exists():
-            theta = sample(load(checkpoint), 1000, torch.Generator().manual_seed(SHOWN))
-            plot_weights(theta, run["settings"]).savefig(file.with_name("weights.png"), dpi=150)
-    return runs
-
-
 def table(runs: list[dict]) -> str:
-    """Three tables: validation images, for choices; test images; what the diversity does there."""
+    """Validation images, for choices, and test images; then what the diversity is worth."""
 
     def percent(*shares: float) -> str:
         return ", ".join(f"{100 * share:.2f}" for share in shares) + " %"
 
-    head = ["one network", "vote", "disagree", "NLL: one, vote", "never fire"]
-    tables = [[[f"{split} images", *head, "dips: straight, live, z"]] for split in ("val", "test")]
-    tables += [[["test images", "entropy: all, live", "variance of units that never fire"]]]
-    tables[2][0] += ["with another's layer 1, 2, 3, 4", "fooled: one, 100 others"]
+    head = ["one network", "vote", "disagree", "NLL: one, vote", "idle units, their variance"]
+    rows = [["", *head, "dips: straight, live, z"], ["---"] * 7]
+    more = [["test images", "entropy: all, live", "another's layer 1, 2, 3, 4"], ["---"] * 4]
+    more[0] += ["fooled: one, 100 others"]
     for run in runs:
-        name, paper = title(run["settings"]), PAPER.get(run["settings"]["name"])
-        for part, rows in zip((run["val"], run["test"]), tables):
+        name, paper = run["settings"]["title"], PAPER.get(run["settings"]["name"])
+        for split in ("val", "test"):
+            part = run[split]
             size, vote = list(part["vote"].items())[-1]
-            rows.append([name, percent(part["vote"]["1"]), f"{percent(vote)} (of {size})"])
-            rows[-1] += [percent(part["disagreement"])]
+            rows.append([f"{name}: {split}", percent(part["vote"]["1"])])
+            rows[-1] += [f"{percent(vote)} (of {size})", percent(part["disagreement"])]
             rows[-1] += [f"{part['nll']['1']:.4f}, {part['nll'][size]:.4f}"]
-            rows[-1] += [f"{part['dead_units']:.1f} of 56", percent(*part["dips"].values())]
+            rows[-1] += [f"{part['idle_units']:.1f} of 56, {percent(part['idle_share'])}"]
+            rows[-1] += [percent(*part["dips"].values())]
         rows[-1][2] += f", paper {percent(paper)}" if paper else ""
-        entropies = ", ".join(f"{part[key]['entropy']:.0f}" for key in ("all", "live"))
-        tables[2].append([name, entropies, percent(part["dead_share"]), percent(*run["exchanged"])])
-        at = EPSILONS.index(0.1)
-        fooled = [rates[at] for _, rates, _ in run["adversarial"][""].values()]
-        tables[2][-1] += [percent(*fooled)]
-    for rows in tables:
-        rows.insert(1, ["---"] * len(rows[0]))
-    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in rows) for rows in tables)
+        fooled = [rates[EPSILONS.index(0.1)] for _, rates, _ in run["adversarial"][""].values()]
+        more.append([name, f"{part['entropy']:.0f}, {part['live_entropy']:.0f}"])
+        more[-1] += [percent(*run["exchanged"]), percent(*fooled)]
+    lines = [f"| {' | '.join(row)} |" for row in rows] + [""]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in more])
 
 
 # ---- Main ----------------------------------------------------------------------------------------
@@ -841,17 +678,20 @@ def main(argv: list[str] | None = None) -> list[dict]:
         train(c, data, checkpoint)
         record, begun = read(checkpoint), time.perf_counter()
         run = dict(settings=vars(c), command=" ".join(["python", f"{NAME}.py", *argv]))
-        run |= dict(commit=record["commit"], analysis_commit=commit(), torch=torch.__version__)
+        run |= dict(commit=record["commit"], torch=torch.__version__, log=record["log"])
         cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
         run["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
-        costs = COSTS["quick" if args.quick else args.device]
-        run |= analyse(load(checkpoint, args.device), data, **costs)
+        tested = TESTED["quick" if args.quick else args.device]
+        run |= analyse(load(checkpoint, args.device), data, tested)
         run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
-        run["log"] = record["log"]
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
         os.replace(file.with_suffix(".new"), file)
-    runs = draw_figures(args.out)
+    runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
+    if not runs:
+        sys.exit(f"no finished run in {args.out}")
+    for plot in (plot_accuracy, plot_paths, plot_adversarial, plot_rotation):
+        plot(runs).savefig(args.out / f"{plot.__name__.removeprefix('plot_')}.png", dpi=150)
     print(table(runs), f"\nfigures: {args.out}", sep="\n")
     return runs
 

@@ -177,7 +177,7 @@ def apart(x: Tensor, n: int) -> Tensor:
 
 def majority(votes: Tensor) -> Tensor:
     """(N, B) -> (B,): the class with the most votes; ties go to the smallest."""
-    return F.one_hot(votes).sum(dim=0).argmax(dim=-1)
+    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
 
 
 def disagreement(votes: Tensor) -> float:
