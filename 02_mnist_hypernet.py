@@ -603,7 +603,7 @@ def plot_accuracy(runs: list[dict]) -> Figure:
     curves = []
     for run, acc in zip(runs, accs):
         share = torch.histogram(acc, edges).hist / len(acc)
-        lines = {"one network": [edges[:-1], share]}
+        lines = {"one network": [edges[:-1].tolist(), share.tolist()]}
         lines["vote of 200"] = [list(run["test"]["vote"].values())[-1:], [0]]
         lines["vote of 200 in the paper"] = [[PAPER.get(run["settings"]["name"], math.nan)], [0]]
         curves.append({"": lines})

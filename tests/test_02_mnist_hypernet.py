@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from common import fix_gauge
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--fake-data", "--device", "cpu", "--steps", "6", "--networks", "4", "--images", "4"]
 
@@ -33,7 +35,7 @@ def build(mnist, recipe: str = "hypernet") -> nn.Module:
 
 
 def load_data(mnist) -> dict:
-    return mnist.load_data(Namespace(fake_data=True, device="cpu"))
+    return mnist.load_data(Namespace(fake_data=True, device="cpu", quick=False))
 
 
 def parameters(module: nn.Module) -> int:
@@ -63,7 +65,7 @@ def test_recipes_are_the_documented_ones(mnist):
     hypernet, mnfg, paper = mnist.parse_args(["--device", "cpu"]).runs
     assert (hypernet.steps, hypernet.lr, hypernet.networks, hypernet.images) == (3000, 2e-3, 32, 32)
     assert (hypernet.lam, hypernet.shift, hypernet.start) == (1e3, 1, "copies")
-    assert (mnfg.steps, mnfg.lr, mnfg.networks, mnfg.lam) == (55000, 1e-3, 4, 55000)
+    assert (mnfg.steps, mnfg.lr, mnfg.networks, mnfg.lam) == (30000, 1e-3, 4, 55000)
     assert (paper.steps, paper.lr, paper.lam, paper.start) == (13000, 3e-4, 1e3, "random")
     assert paper.shift == 0
     assert [c.name for c in (hypernet, mnfg, paper)] == ["hypernet", "mnfg", "paper"]
@@ -115,9 +117,9 @@ def test_models_for_another_target_network(mnist):
     hypernet = mnist.Hypernetwork(shapes, codes=[4, 6, 5, 1, 1], widths=[8] * 5)
     mnfg = mnist.MNFG(shapes, convs=2, stds=[0.1] * 5)
     for model in (hypernet, mnfg):
-        theta, entropy = model.theta_and_entropy(model.noise(3))
+        theta = model(model.noise(3))
         assert [tuple(t.shape) for t in theta] == [(3, *shape) for shape in shapes]
-        assert entropy.isfinite()
+        assert all(filters.isfinite().all() for filters in theta)
     with pytest.raises(ValueError):
         mnist.Hypernetwork(shapes, codes=[4, 6, 5, 1], widths=[8] * 5)
 
@@ -211,7 +213,7 @@ def test_objective(mnist, recipe):
     loss, loss_acc, entropy, acc = mnist.training_step(model, z, x, y, Namespace(lam=70.0))
     if recipe == "paper":
         theta = model(z)
-        vectors = torch.cat([filters.flatten(1) for filters in theta], dim=1)
+        vectors = torch.cat([filters.flatten(1) for filters in fix_gauge(theta)], dim=1)
         logs = [
             min(torch.dist(vectors[i], vectors[j]) for j in range(4) if j != i).log()
             for i in range(4)
@@ -385,100 +387,122 @@ def test_majority_and_disagreement_by_hand(mnist):
     assert mnist.disagreement(votes) == pytest.approx((2 + 2 + 2 + 3) / 12)
 
 
-def plain_calibration_error(probabilities, y):
-    said, hits = [0.0] * 15, [0] * 15
-    for p, label in zip(probabilities.tolist(), y.tolist()):
-        said[min(14, int(max(p) * 15))] += max(p)
-        hits[min(14, int(max(p) * 15))] += p.index(max(p)) == label
-    return sum(abs(a - b) for a, b in zip(said, hits)) / len(y)
-
-
 def test_evaluate_is_plain_loops(mnist):
-    """The votes of 200 that the headline is the mean of: network by network, image by image."""
+    """The vote of 200 that is the headline, and others: network by network, image by image."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(10, (30,), generator=generator)
     logits = torch.randn(400, 30, 10, generator=generator) + 1.5 * F.one_hot(y, 10)
     probabilities = (2 * logits).softmax(dim=-1)
     result = mnist.evaluate(probabilities, y)
-
-    generator = torch.Generator().manual_seed(mnist.ENSEMBLES)
-    shuffles = [torch.randperm(400, generator=generator).tolist() for _ in range(10)]
-    ensembles = [half for order in shuffles for half in (order[:200], order[200:])]
     answers = probabilities.argmax(dim=-1).tolist()
-    for size in (3, 200):
-        vote = mean_probability = nll = error = 0.0
-        for members in ensembles:
-            mean = sum(probabilities[n].double() for n in members[:size]) / size
-            error += plain_calibration_error(mean, y) / 20
+    for size in (1, 5, 200):
+        votes, nlls = [], []
+        for first in range(0, 400, size):
+            members = range(first, first + size)
+            mean = sum(probabilities[n].double() for n in members) / size
             for i, label in enumerate(y.tolist()):
-                counts = Counter(answers[n][i] for n in members[:size])
+                counts = Counter(answers[n][i] for n in members)
                 winner = min(k for k in counts if counts[k] == max(counts.values()))
-                vote += (winner == label) / 600
-                mean_probability += (mean[i].argmax().item() == label) / 600
-                nll -= math.log(mean[i, label]) / 600
-        assert result["vote"][str(size)] == pytest.approx(vote)
-        assert result["mean_probability"][str(size)] == pytest.approx(mean_probability)
-        assert result["nll"][str(size)] == pytest.approx(nll, rel=1e-5)
-        # A confidence on the edge of two bins may fall into either by rounding.
-        assert result["calibration_error"][str(size)] == pytest.approx(error, abs=2e-3)
-
+                votes.append(winner == label)
+                nlls.append(-math.log(mean[i, label]))
+        assert result["vote"][str(size)] == pytest.approx(np.mean(votes))
+        assert result["nll"][str(size)] == pytest.approx(np.mean(nlls), rel=1e-5)
     accs = [np.mean([a == b for a, b in zip(answers[n], y.tolist())]) for n in range(400)]
     assert result["accuracies"] == pytest.approx(accs)
-    assert result["mean"] == pytest.approx(np.mean(accs)) == result["vote"]["1"]
-    assert result["std"] == pytest.approx(np.std(accs), rel=1e-5)
-    alone = [-math.log(probabilities[n, i, y[i]]) for n in range(400) for i in range(30)]
-    assert result["nll"]["1"] == pytest.approx(np.mean(alone), rel=1e-5)
+    assert list(result["vote"]) == [str(size) for size in mnist.SIZES]
 
 
-def test_ensembles_are_disjoint_where_networks_suffice(mnist, monkeypatch):
-    """60 networks, 20 ensembles of three: each network is in one. Its two votes are its number."""
-    monkeypatch.setattr(mnist, "SIZES", [1, 3])
-    digits = torch.tensor([[n // 10, n % 10] for n in range(60)])
-    groups, majority = [], mnist.majority
-    monkeypatch.setattr(mnist, "majority", lambda votes: groups.append(votes) or majority(votes))
-    mnist.evaluate(F.one_hot(digits, 10).float(), torch.tensor([1, 2]))
-    numbers = [[10 * a + b for a, b in group.tolist()] for group in groups if len(group) == 3]
-    assert len(numbers) == 20 and sorted(sum(numbers, [])) == list(range(60))
-
-
-@pytest.mark.parametrize("n, d", [(50, 8), (20, 60)])
-def test_pca_is_numpys_svd(mnist, n, d):
+def with_idle_units(mnist) -> list[torch.Tensor]:
+    """Three random networks; in the first, unit 4 of layer 1 and unit 2 of layer 3 never fire, in
+    the second, unit 0 of layer 2 fires ten thousand times less than the others."""
     torch.manual_seed(0)
-    samples = torch.randn(n, d, dtype=torch.float64) * torch.linspace(3, 0.5, d) + 5
-    scores, shares = mnist.pca(samples)
-    centred = (samples - samples.mean(dim=0)).numpy()
-    u, s, _ = np.linalg.svd(centred, full_matrices=False)
-    np.testing.assert_allclose(scores.abs().numpy(), np.abs(u * s)[:, :6], atol=1e-6)
-    np.testing.assert_allclose(shares.numpy(), (s**2 / (s**2).sum())[:6])
+    theta = [0.1 * torch.randn(3, f, k) / k**0.5 for f, k in mnist.SHAPES]
+    for filters in theta:
+        filters[..., -1] = 1  # all others fire
+    theta[0][0, 4] = -1
+    theta[2][0, 2, :-1], theta[2][0, 2, -1] = -1, -100
+    theta[1][1, 0] *= 1e-4
+    return theta
+
+
+def test_silence_takes_idle_units_out(mnist):
+    """All that is set to 0 belongs to an idle unit: its filter, and its channel in the next layer.
+    Answers stay but for what the unit of the second network gave, a ten-thousandth."""
+    theta, x = with_idle_units(mnist), torch.rand(300, 1, 28, 28)  # more than one portion
+    live = mnist.silence(theta, x)
+    expected = [filters.clone() for filters in theta]
+    expected[0][0, 4] = 0
+    expected[1][0, :, 4 * 25 : 5 * 25] = 0
+    expected[2][0, 2] = 0
+    expected[3][0, :, 2] = 0
+    expected[1][1, 0] = 0
+    expected[2][1, :, :49] = 0
+    for ours, plain in zip(live, expected):
+        assert torch.equal(ours, plain)
+    before, after = mnist.predict(theta, x), mnist.predict(live, x)
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+    torch.testing.assert_close(before[1], after[1], atol=1e-2, rtol=0)
+
+
+def test_live_diversity_is_plain_loops(mnist):
+    theta, x = with_idle_units(mnist), torch.rand(50, 1, 28, 28)
+    live, result = mnist.silence(theta, x), mnist.live_diversity(theta, x)
+    hidden = total = 0.0
+    for filters, rest in zip(theta, live):
+        mean = sum(filters) / 3
+        for n in range(3):
+            square = (filters[n] - mean).square()
+            total += square.sum().item()
+            hidden += square[rest[n] != filters[n]].sum().item()
+    assert result["idle_share"] == pytest.approx(hidden / total, rel=1e-4)
+    assert result["idle_units"] == pytest.approx((2 + 1 + 0) / 3)
+    assert result["changed"] == 0
+    for name, networks in ("entropy", theta), ("live_entropy", fix_gauge(live)):
+        flat = torch.cat([filters.flatten(1) for filters in networks], dim=1).double()
+        logs = [
+            min(torch.dist(flat[i], flat[j]) for j in range(3) if j != i).log() for i in (0, 1, 2)
+        ]
+        plain = torch.digamma(torch.tensor(3.0)) + 300 * sum(logs) / 3
+        assert result[name] == pytest.approx(plain.item(), rel=1e-4)
 
 
 def test_paths_go_through_the_right_networks(mnist, monkeypatch):
-    """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the weights and of the noise."""
+    """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the gauged weights, of those
+    without idle units, gauged again, and of the noise."""
     model, seen = build(mnist, "paper").eval(), []
     monkeypatch.setattr(
         mnist, "predict", lambda theta, x: seen.append(mnist.flat(theta)) or torch.rand(3, 4, 10)
     )
-    mnist.paths(model, torch.rand(4, 1, 28, 28), torch.zeros(4), pairs=1, points=3)
+    monkeypatch.setattr(mnist, "silence", lambda theta, x: [2 * filters for filters in theta])
+    mnist.paths(model, torch.rand(9, 1, 28, 28), torch.zeros(9), images=4, pairs=1, points=3)
     z1, z2 = model.noise(2, torch.Generator().manual_seed(mnist.PATHS))
     with torch.no_grad():
-        one, two, middle = mnist.flat(model(torch.stack([z1, z2, (z1 + z2) / 2])))
-    direct, interpolated = seen
-    torch.testing.assert_close(direct, torch.stack([two, (one + two) / 2, one]))
-    torch.testing.assert_close(interpolated, torch.stack([two, middle, one]))
+        theta = model(torch.stack([z1, z2, (z1 + z2) / 2]))
+    gauged = fix_gauge(theta)
+    live = fix_gauge([2 * filters for filters in gauged])
+    for walked, networks in zip(seen, (gauged, live)):
+        one, two, _ = mnist.flat(networks)
+        torch.testing.assert_close(walked, torch.stack([two, (one + two) / 2, one]))
+    one, two, middle = mnist.flat(theta)
+    torch.testing.assert_close(seen[2], torch.stack([two, middle, one]))
 
 
 def test_dips_by_hand(mnist, monkeypatch):
     """Two pairs, three points, ten images: a dip is below the worse end, and 0 without one."""
-    right = iter([[9, 4, 8], [9, 9, 8], [6, 7, 7], [5, 3, 4]])  # direct, interpolated, and again
+    right = [[9, 4, 8], [9, 9, 8], [9, 8, 8], [6, 7, 7], [7, 6, 7], [5, 3, 4]]
+    right = iter(right)  # straight, without idle units, through z, and again
 
     def predict(theta, x):
         return F.one_hot(torch.tensor([[0] * k + [1] * (10 - k) for k in next(right)]), 10)
 
     monkeypatch.setattr(mnist, "predict", predict)
-    result = mnist.paths(build(mnist), torch.rand(10, 1, 28, 28), torch.zeros(10), 2, points=3)
-    assert result["direct"] == [pytest.approx([0.9, 0.4, 0.8]), pytest.approx([0.6, 0.7, 0.7])]
-    assert result["direct_dip"] == pytest.approx((0.4 + 0.0) / 2)
-    assert result["interpolated_dip"] == pytest.approx((0.0 + 0.1) / 2, abs=1e-6)
+    images, labels = torch.rand(10, 1, 28, 28), torch.zeros(10)
+    result = mnist.paths(build(mnist), images, labels, images=10, pairs=2, points=3)
+    t, mean = result["curves"]["straight"]["mean of ten paths"]
+    assert t == [0, 0.5, 1] and mean == pytest.approx([0.75, 0.55, 0.75])
+    assert result["curves"]["straight"]["worst of ten"][1] == pytest.approx([0.6, 0.4, 0.7])
+    expected = [(0.4 + 0.0) / 2, (0.0 + 0.1) / 2, (0.0 + 0.1) / 2]
+    assert list(result["dips"].values()) == pytest.approx(expected, abs=1e-6)
 
 
 def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
@@ -495,34 +519,43 @@ def test_fast_gradient_moves_by_epsilon_towards_the_target(mnist):
 
 
 def test_attacks_aim_at_wrong_classes_of_images_that_were_right(mnist, monkeypatch):
+    """Two networks with 30 images each, network and images one after the other."""
     model = build(mnist)
     x = load_data(mnist)["test"][0][:60]
-    first = mnist.sample(model, 1, torch.Generator().manual_seed(mnist.ATTACKS))  # is attacked
-    y = mnist.predict(first, x)[0].argmax(dim=-1)
-    y[30:] = (y[30:] + 1) % 10  # it gets half of them right
+    generator, attacked = torch.Generator().manual_seed(mnist.ATTACKS), []
     targets, shown = [], []
-    fast_gradient, predict = mnist.fast_gradient, mnist.predict
+    fast_gradient, predict, sample = mnist.fast_gradient, mnist.predict, mnist.sample
+    attacked.append(sample(model, 1, generator))
+    y = predict(attacked[0], x)[0].argmax(dim=-1)
+    y[:20] = (y[:20] + 1) % 10  # of its first 30 images the first network gets ten right
     monkeypatch.setattr(
         mnist, "fast_gradient", lambda theta, x, t: targets.append(t) or fast_gradient(theta, x, t)
     )
     monkeypatch.setattr(
-        mnist, "predict", lambda theta, x: shown.append((len(theta[0]), x)) or predict(theta, x)
+        mnist, "predict", lambda theta, x: shown.append((theta, x)) or predict(theta, x)
     )
-    result = mnist.adversarial(model, x, y, members=3)
-    (target,) = targets
-    assert result["images"] == len(target) == 30
-    assert (target != y[:30]).all() and len(target.unique()) > 3
-    # The same images for the attacked network and for the ensemble: x + epsilon * sign.
-    (_, _), (one, images), (members, again) = shown
-    assert (one, members) == (1, 3) and torch.equal(images, again)
-    sign = fast_gradient(first, x[:30], target)
-    torch.testing.assert_close(images.view(25, 30, 1, 28, 28)[7], x[:30] + 0.07 * sign)
-    # Rates of the attacked network, image by image.
-    answers = predict(first, images)[0].argmax(dim=-1).view(25, 30)
-    fooled = [sum(a != b for a, b in zip(row, y[:30])).item() / 30 for row in answers]
-    assert result["one_fooled"] == pytest.approx(fooled) and fooled[0] == 0
-    reached = [sum(a == b for a, b in zip(row, target)).item() / 30 for row in answers]
-    assert result["one_target"] == pytest.approx(reached)
+    result = mnist.adversarial(model, x, y, images=30, networks=2, members=3)
+    assert (torch.cat(targets) != y).all() and len(torch.cat(targets).unique()) > 3
+    rates = []  # of the two attacked networks and their ensembles, image by image
+    for i, part in enumerate((slice(0, 30), slice(30, 60))):
+        (one, _), (same, images), (ensemble, again) = shown[3 * i : 3 * i + 3]
+        assert one is same and len(one[0]) == 1 and len(ensemble[0]) == 3
+        assert torch.equal(images, again)
+        sign = fast_gradient(one, x[part], targets[i])
+        torch.testing.assert_close(images.view(13, 30, 1, 28, 28)[7], x[part] + 0.14 * sign)
+        right = predict(one, x[part])[0].argmax(dim=-1) == y[part]
+        alone = predict(one, images)[0].argmax(dim=-1).view(13, 30)
+        votes = predict(ensemble, images).argmax(dim=-1).view(3, 13, 30)
+        voted = votes.mode(dim=0).values  # of three votes, the smallest of a tie
+        for answers in (alone, voted):
+            wrong = [[a != b for a, b, r in zip(row, y[part], right) if r] for row in answers]
+            rates.append([sum(row).item() / len(row) for row in wrong])
+    assert torch.equal(shown[0][0][0], attacked[0][0])
+    rates = np.array(rates).reshape(2, 2, 13)
+    for k, (epsilons, rate, error) in enumerate(result[""].values()):
+        assert epsilons == mnist.EPSILONS and rate == pytest.approx(rates[:, k].mean(axis=0))
+        assert error == pytest.approx(rates[:, k].std(axis=0) / 2**0.5, abs=1e-6)
+    assert result[""]["the attacked network"][1][0] == 0
 
 
 def test_rotation_turns_and_measures_entropy(mnist, monkeypatch):
@@ -537,9 +570,11 @@ def test_rotation_turns_and_measures_entropy(mnist, monkeypatch):
     result = mnist.rotation(None, image)
     p = mnist.predict(theta, turned).double()
     categorical = torch.distributions.Categorical
-    assert result["one"] == pytest.approx(categorical(p).entropy().mean(dim=0).tolist(), rel=1e-4)
+    (_, ensemble), (angles, one) = result["curves"][""].values()
+    assert angles == mnist.ANGLES
+    assert one == pytest.approx(categorical(p).entropy().mean(dim=0).tolist(), rel=1e-4)
     mean = categorical(p.mean(dim=0)).entropy()
-    assert result["ensemble"] == pytest.approx(mean.tolist(), rel=1e-4)
+    assert ensemble == pytest.approx(mean.tolist(), rel=1e-4)
     assert result["answers"] == p.mean(dim=0).argmax(dim=-1).tolist()
 
 
@@ -571,14 +606,14 @@ def test_random_streams_never_meet(mnist, tmp_path, monkeypatch):
         mnist.train(c, data, tmp_path / f"{seed}.pt")
         monkeypatch.setattr(torch, "manual_seed", manual_seed)
     model = mnist.load(tmp_path / "0.pt")
-    mnist.analyse(model, data, tested=10, path_images=5, attacked=5)
-    mnist.sample(model, 1, torch.Generator().manual_seed(mnist.SHOWN))
+    mnist.analyse(model, data, tested=10)
     firsts = [torch.rand(1, generator=torch.Generator().manual_seed(s)) * 2 - 1 for s in starts]
-    # Validation is the same at steps 50 and 100 of all seeds. Then TEST; ten pairs on one stream of
-    # PATHS; one and many of ATTACKS; ROTATION; SHOWN.
-    assert len(training) == 400 and len(starts) == 4 and len(set(evaluation[:8])) == 1
-    streams = [*training, *(first.item() for first in firsts), *evaluation[7:]]
-    assert len(streams) == 400 + 4 + 1 + 1 + 10 + 2 + 1 + 1 == len(set(streams))
+    # Twice, on validation and test images: ten networks, ten more, and ten pairs on one stream.
+    # Then 25 times one and many of ATTACKS, and ROTATION.
+    assert len(training) == 400 and len(starts) == 4 and len(evaluation) == 2 * 12 + 50 + 1
+    assert evaluation[:12] == evaluation[12:24]
+    streams = [*training, *(first.item() for first in firsts), *evaluation[12:]]
+    assert len(streams) == 400 + 4 + 12 + 50 + 1 == len(set(streams))
 
 
 def test_kill_and_the_same_again_is_bit_identical(mnist, tmp_path):
@@ -595,7 +630,7 @@ def test_kill_and_the_same_again_is_bit_identical(mnist, tmp_path):
     victim = subprocess.Popen(
         [sys.executable, "-c", code, str(killed), *flags], cwd=ROOT, env=os.environ | threads
     )
-    while not killed.exists() or mnist.read(killed)["step"] < 50:  # one row of the log is written
+    while not killed.exists() or mnist.read(killed)["step"] < 50:  # rows of the log are written
         time.sleep(0.02)
         assert victim.poll() is None
     os.kill(victim.pid, signal.SIGKILL)
@@ -608,7 +643,7 @@ def test_kill_and_the_same_again_is_bit_identical(mnist, tmp_path):
     killed, whole = mnist.read(killed), mnist.read(whole)
     for name, tensor in whole["model"].items():
         assert torch.equal(tensor, killed["model"][name]), name
-    assert whole["log"] == killed["log"] and [row["step"] for row in whole["log"]] == [50, 80]
+    assert whole["log"] == killed["log"] and len(whole["log"]) == 20
     assert whole["optimizers"] == []  # a finished run keeps none
 
 
@@ -635,7 +670,9 @@ def test_it_learns(mnist, tmp_path):
     how far it gets depends on the processor's rounding."""
     flags = ["--lam", "1e5", "--steps", "150", "--networks", "16", "--images", "16"]
     mnist.train(settings(mnist, *flags), load_data(mnist), tmp_path / "checkpoint.pt")
-    assert mnist.read(tmp_path / "checkpoint.pt")["log"][-1]["val_vote"] > 0.5
+    x, y = load_data(mnist)["val"]
+    probabilities = mnist.predict(mnist.sample(mnist.load(tmp_path / "checkpoint.pt"), 10), x)
+    assert mnist.evaluate(probabilities, y)["vote"]["10"] > 0.5
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -644,10 +681,9 @@ def test_it_learns(mnist, tmp_path):
 @pytest.fixture(scope="module")
 def finished(mnist, tmp_path_factory):
     """The folder of two small runs, and what main returned."""
-    out, paths = tmp_path_factory.mktemp("finished"), mnist.paths
+    out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(mnist.COSTS, "quick", dict(tested=10, path_images=5, attacked=30))
-        patch.setattr(mnist, "paths", lambda model, x, y: paths(model, x, y, pairs=2, points=5))
+        patch.setitem(mnist.TESTED, "quick", 10)
         runs = mnist.main([*TINY, "--runs", "hypernet", "mnfg", "--quick", "--out", str(out)])
     return out, runs
 
@@ -664,27 +700,36 @@ def test_small_runs_write_everything(mnist, finished):
     assert [run["settings"]["name"] for run in runs] == [name, name.replace("hypernet", "mnfg")]
     for folder in sorted(out.glob("*/")):
         files = {file.name for file in folder.iterdir()}
-        assert files == {"checkpoint.pt", "metrics.json", "filters.png", "pca.png"}
-    names = "training", "histogram", "ensembles", "paths", "adversarial", "rotation"
+        assert files == {"checkpoint.pt", "metrics.json"}
+    names = "accuracy", "paths", "adversarial", "rotation"
     assert {file.name for file in out.glob("*.png")} == {f"{name}.png" for name in names}
     assert all(file.stat().st_size > 1000 for file in out.rglob("*.png"))
     assert json.loads((out / name / "metrics.json").read_text()) == runs[0]
     for key in ("settings", "command", "commit", "hardware", "torch", "log", "training_seconds"):
         assert key in runs[0]
-    table = mnist.table(runs).splitlines()
-    assert len(table) == 4 and {line.count("|") for line in table} == {8}  # seven columns
-    assert all("fake" in line for line in table[2:])
+    first, second = (rows.splitlines() for rows in mnist.table(runs).split("\n\n"))
+    assert len(first) == 6 and {line.count("|") for line in first} == {8}  # seven columns
+    assert len(second) == 4 and {line.count("|") for line in second} == {5}
+    assert all("fake" in line for line in first[2:] + second[2:])
 
 
 def test_load_gives_the_networks_that_were_tested(mnist, finished):
+    """Ten of them, and then ten more, of which one has a layer of another."""
     out, runs = finished
     x, y = load_data(mnist)["test"]
     for folder, run in zip(sorted(out.glob("*/")), runs):
         torch.manual_seed(99)  # other masks of MNFG's flows, if they were not saved
-        model = mnist.load(folder / "checkpoint.pt")
-        theta = mnist.sample(model, 10, torch.Generator().manual_seed(mnist.TEST))
+        model, generator = mnist.load(folder / "checkpoint.pt"), torch.Generator()
+        theta = mnist.sample(model, 10, generator.manual_seed(mnist.TEST))
         again = mnist.evaluate(mnist.predict(theta, x), y)
         assert again["accuracies"] == run["test"]["accuracies"]
+        theta = mnist.sample(model, 10, generator)
+        for i, acc in enumerate(run["exchanged"]):
+            hits = 0
+            for n in range(10):
+                mixed = [theta[k][[n - 1 if k == i else n]] for k in range(4)]
+                hits += (mnist.predict(mixed, x[:50]).argmax(dim=-1) == y[:50]).sum().item()
+            assert acc == pytest.approx(hits / 500)
 
 
 def test_the_same_command_again_trains_nothing(mnist, finished, monkeypatch):
@@ -696,9 +741,6 @@ def test_the_same_command_again_trains_nothing(mnist, finished, monkeypatch):
 
     monkeypatch.setattr(mnist, "load_data", never)
     monkeypatch.setattr(mnist, "train", never)
-    monkeypatch.setattr(mnist, "sample", lambda *_: None)  # figures of weights: seen above
-    monkeypatch.setattr(mnist, "plot_filters", lambda *_: mnist.Figure())
-    monkeypatch.setattr(mnist, "plot_pca", lambda *_: mnist.Figure())
     flags = [*TINY, "--runs", "hypernet", "mnfg", "--quick", "--out", str(out)]
     assert mnist.main(flags) == runs
     assert contents(out) == before
@@ -765,8 +807,6 @@ def test_bad_flags(mnist, capsys, flags, message):
 
 def test_titles_say_what_differs(mnist):
     c = settings(mnist, "--lam", "1e5", "--seed", "1")
-    assert (
-        mnist.title(vars(c)) == "hypernetwork, lam = 1e5, steps6, networks4, images4, seed1, fake"
-    )
-    (c,) = mnist.parse_args(["--device", "cpu", "--runs", "mnfg"]).runs
-    assert mnist.title(vars(c)) == "MNFG, lam = 5.5e4"
+    assert c.title == "hypernetwork, steps6, lam100000, networks4, images4, seed1, fake"
+    (c,) = mnist.parse_args(["--device", "cpu", "--runs", "mnfg", "--shift", "0"]).runs
+    assert (c.title, c.name, c.shift) == ("MNFG, shift0", "mnfg_shift0", 0)
