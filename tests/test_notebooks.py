@@ -7,6 +7,7 @@ today's code. As a script, this file executes notebooks in place, on real data, 
 import ast
 import importlib
 import inspect
+import re
 import shutil
 import sys
 import tempfile
@@ -23,9 +24,14 @@ SMALL = {
     "02_mnist_hypernet": "--fake-data --steps 2 --networks 3 --images 4",
     "03_cifar_lenet": "--fake-data --steps 3 --networks 3 --images 8",
     "04_cifar_resnet32": "--fake-data --steps 2 --networks 2 --images 4",
+    "05_your_own_network": "--fake-data --steps 3",
 }
+OWN = "05_your_own_network"  # its code is its own, apart from common.py and this script's:
+SCRIPTS = {stem: "02_mnist_hypernet" if stem == OWN else stem for stem in SMALL}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+of_scripts = [path for path in NOTEBOOKS if path.stem != OWN]
+each_of_a_script = pytest.mark.parametrize("path", of_scripts, ids=lambda path: path.stem)
 
 
 def execute(path: Path, folder: Path, **options) -> nbformat.NotebookNode:
@@ -45,13 +51,13 @@ def parse(cell: nbformat.NotebookNode) -> ast.Module:
 
 def test_one_notebook_per_script():
     scripts = {path.stem for path in ROOT.glob("0*.py")}
-    assert {path.stem for path in NOTEBOOKS} == scripts == set(SMALL)
+    assert {path.stem for path in NOTEBOOKS} == scripts | {OWN} == set(SMALL)
 
 
 @each
 def test_runs_small_on_made_up_data(path, tmp_path, monkeypatch):
     """In a copy of the repository without data; of the results a notebook has only its script's."""
-    for name in ("common.py", f"{path.stem}.py"):
+    for name in ("common.py", f"{SCRIPTS[path.stem]}.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     results = Path("results", path.stem)
     if (ROOT / results).exists():
@@ -81,7 +87,7 @@ def test_is_committed_as_run(path):
     assert not [place for place in places if f"{place}/" in text]
 
 
-@each
+@each_of_a_script
 def test_shown_code_is_todays(path):
     """What show(...) has left in the notebook is the source of the pieces it names."""
     script, shown = importlib.import_module(path.stem), 0
@@ -100,7 +106,7 @@ def test_shown_code_is_todays(path):
     assert shown
 
 
-@each
+@each_of_a_script
 def test_functions_are_short_or_the_scripts(path):
     """A function in a cell has at most 8 lines, or is the script's word for word, to be edited."""
     script, copied = importlib.import_module(path.stem), 0
@@ -112,6 +118,50 @@ def test_functions_are_short_or_the_scripts(path):
             elif isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 8, node.name
     assert copied or path.stem[:2] in ("03", "04")
+
+
+def test_own_functions_are_short():
+    """A training, from its network to its optimiser, is the longest."""
+    for cell in code_cells(ROOT / "notebooks" / f"{OWN}.ipynb"):
+        for node in ast.walk(parse(cell)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 20, node.name
+
+
+def table(marker: str) -> dict[str, list[float]]:
+    """The numbers of a printed table, by the row's name."""
+    outputs = [o for c in code_cells(ROOT / "notebooks" / f"{OWN}.ipynb") for o in c.outputs]
+    (text,) = [o.text for o in outputs if o.output_type == "stream" and marker in o.text]
+    rows = re.findall(r"^ *(\S.*?) {2,}([-\d. %]+)$", text, re.MULTILINE)
+    return {name: [float(v) for v in numbers.replace("%", "").split()] for name, numbers in rows}
+
+
+def test_words_about_regression_hold():
+    """What the notebook says of its table, for the outputs that are committed."""
+    rows = table("training error")  # error; std at data, in the gap, largest; off by, in band
+    error, data, gap, largest, _, inside = range(6)
+    fitted = [rows[f"entropy of outputs, lam = {lam}"] for lam in (300, 3000)]
+    assert all(row[gap] > 20 * row[data] and row[inside] == 100 for row in fitted)
+    alone, null = rows["20 trained by themselves"], rows["noise around one of them"]
+    assert abs(fitted[1][error] - alone[error]) < 5e-4
+    assert 0.035 < rows["entropy of outputs, lam = 30"][error] < 0.055
+    runaway = rows["the same, lam = 300, without l2"]
+    assert runaway[largest] > 100 and runaway[gap] < 0.1
+    of_weights = [rows[f"entropy of weights, lam = {lam}"] for lam in (30, 300, 3000)]
+    assert all(row[gap] < 0.2 and row[inside] < 50 for row in of_weights)
+    assert alone[gap] > 10 * alone[data] and alone[inside] < 50
+    assert null[gap] < null[data] and abs(null[error] - fitted[0][error]) < 2e-4
+
+
+def test_words_about_your_network_hold():
+    rows = table("told apart")  # accuracy: one, vote; NLL: one, all; calibration: one, all
+    one, vote, nll, nll_all, apart = 0, 1, 2, 3, 6
+    yours, none = rows["your network"], rows["ten, no diversity"]
+    digits, random = (rows[f"ten, differ on {kind}"] for kind in ("digits", "random images"))
+    assert all(abs(row[vote] - yours[vote]) < 0.4 for row in rows.values())
+    assert abs(random[nll_all] - none[nll_all]) < 0.002 and none[nll] < yours[nll] - 0.005
+    assert digits[one] < none[one] - 0.2 and digits[vote] > digits[one] + 0.2
+    assert random[apart] == max(row[apart] for row in rows.values()) > 99.5
 
 
 if __name__ == "__main__":
