@@ -433,7 +433,7 @@ def predict(theta: list[Tensor], x: Tensor) -> Tensor:
     """Probabilities (N, B, 10) of N networks on the same images (B, 1, 28, 28), few at a time so
     that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
     n = len(theta[0])
-    portions = x.split(64 if x.device.type == "cpu" else max(1, 10_000 // n))
+    portions = x.split(50 if x.device.type == "cpu" else max(1, 10_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
 
@@ -465,7 +465,7 @@ def silence(theta: list[Tensor], x: Tensor) -> list[Tensor]:
         return torch.cat([a.transpose(1, 2).flatten(2).square().mean(dim=-1) for a in units], dim=1)
 
     n, live = len(theta[0]), list(theta)
-    squares = [each_network(activity, part.expand(n, *part.shape), theta) for part in x.split(64)]
+    squares = [each_network(activity, part.expand(n, *part.shape), theta) for part in x.split(50)]
     for i, square in enumerate(torch.stack(squares).mean(dim=0).split([32, 16, 8], dim=1)):
         works = square > 1e-6 * square.mean(dim=1, keepdim=True)  # (N, F)
         live[i] = live[i] * works[..., None]
