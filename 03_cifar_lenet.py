@@ -15,8 +15,6 @@ generate around a learned mean, (e) around one of five.
 import argparse
 import json
 import math
-import re
-import statistics
 import subprocess
 import sys
 import time
@@ -38,10 +36,10 @@ CLASSES = dict(cifar10=10, cifar100=100)
 # `shared` of the `images` of a step are the same for all its networks; diversity has its full
 # weight after the share `ramp` of the steps.
 SGD = dict(steps=100_000, lr=0.03, networks=1, images=128, shared=0, crop=2, lam=1.0, ramp=0.5)
-SGD |= dict(start=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none", seed=0)
+SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none", seed=0)
 SGD |= dict(rows=40, tested=10, averaged=0)
 PAPERS = SGD | dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3)
-PAPERS |= dict(start="copies", tested=100, averaged=10_000)
+PAPERS |= dict(codes=[6, 16, 120, 1, 1], tested=100, averaged=10_000)
 AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=0.1, adam=1e-4)
 FIVE = dict(steps=40_000, networks=5, images=128, shared=128, ramp=0.0)
 FIVE |= dict(diversity="ensemble", lam=200.0)  # half of the loss is the averaged prediction's
@@ -57,10 +55,7 @@ RECIPES = {
     "free": SGD | FIVE,  # a control: (e) without deviation is five networks by SGD
 }
 QUICK = dict(steps=200, images=64, rows=5, tested=20, averaged=500)  # at most
-# Accuracy of one network and of a vote of ten in the paper, by the name of our run.
-PAPER = dict(cifar10_a={"vote 1": 0.7736}, cifar10_b={"vote 1": 0.7495, "vote 10": 0.8060})
-PAPER |= dict(cifar10_c={"vote 1": 0.7626, "vote 10": 0.7647})
-PAPER |= dict(cifar10_d={"vote 1": 0.7234, "vote 10": 0.7821})
+PAPER = dict(b=(0.7495, 0.8060), c=(0.7626, 0.7647), d=(0.7234, 0.7821))  # one network, ten
 COLOURS = dict(zip(RECIPES, ["black", "grey", "C0", "C9", "C1", "navy", "C3", "C2", "C4"]))
 SIZES = [1, 2, 5, 10, 20, 50, 100]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
@@ -106,10 +101,9 @@ def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
     given = {name: v for name, v in vars(args).items() if name in recipe and v is not None}
     words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
     name = "_".join([dataset, column, *words, *["quick"] * args.quick, *["fake"] * fake])
-    run = dict(script=NAME, name=name, column=column, dataset=dataset, fake_data=fake)
-    c = argparse.Namespace(**run, **recipe | quick | given)
-    c.means = c.means if c.start else c.networks
-    return c
+    c = dict(script=NAME, name=name, column=column, dataset=dataset, fake_data=fake)
+    c |= recipe | quick | given
+    return argparse.Namespace(**c | dict(means=c["means"] if c["codes"] else c["networks"]))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -170,15 +164,13 @@ def target_network(x: Tensor, theta: list[Tensor]) -> Tensor:
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers without biases, leaky ReLU between them; output as large as the input. Without
-    batch norm: ten z are too few for its moments, and it does not train."""
+    """Linear layers without biases, leaky ReLU between them; output as large as the input."""
     layers = []
     for fan_in, fan_out in zip(widths[:-1], widths[1:]):
-        layer = nn.Linear(fan_in, fan_out, bias=False)
-        nn.init.normal_(layer.weight, std=(2 / fan_in) ** 0.5)
-        layers += [layer, nn.LeakyReLU(0.05)]
-    nn.init.normal_(layer.weight, std=fan_in**-0.5)
-    return nn.Sequential(*layers[:-1])
+        layers += [nn.LeakyReLU(0.05), nn.Linear(fan_in, fan_out, bias=False)]
+        nn.init.normal_(layers[-1].weight, std=(2 / fan_in) ** 0.5)
+    layers[-1].weight.data *= 0.5**0.5
+    return nn.Sequential(*layers[1:])
 
 
 class Hypernetwork(nn.Module):
@@ -189,14 +181,13 @@ class Hypernetwork(nn.Module):
 
     `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
     has: F, one for each filter, or 1 for the whole layer. Without codes G is its means alone: M
-    ordinary networks, for SGD. The first number of z chooses the mean. start "copies": codes hardly
-    depend on z at first, networks begin as near-copies of one, which is learned fast, and spread
-    later; "random": no bias, and any two z begin as unrelated networks.
+    ordinary networks, for SGD. The first number of z chooses the mean. Codes hardly depend on z at
+    first: networks begin as near-copies of one, which is learned fast, and spread later.
     """
 
     noise_size, code_size = 100, 8
 
-    def __init__(self, shapes, codes, means: int = 0, start: str = "copies", scale: float = 0.1):
+    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1):
         super().__init__()
         self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
         self.means = nn.ParameterList(
@@ -206,9 +197,8 @@ class Hypernetwork(nn.Module):
             outputs = [f * k // n for (f, k), n in zip(shapes, codes)]
             self.generators = nn.ModuleList(mlp(width, 400, 400, n) for n in outputs)
             self.extractor = mlp(self.noise_size, 200, 200, width * sum(codes))
-            bias = torch.randn(max(1, means), width * sum(codes)) * (start == "copies")
-            self.bias = nn.Parameter(bias, requires_grad=start == "copies")
-            self.extractor[-1].weight.data *= 0.2 if start == "copies" else 1.0
+            self.extractor[-1].weight.data *= 0.2
+            self.bias = nn.Parameter(torch.randn(max(1, means), width * sum(codes)))
 
     def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
         """(N, Z); `stratified`: each of M means is chosen equally often. Without codes N is M."""
@@ -223,12 +213,9 @@ class Hypernetwork(nn.Module):
     def generate(self, codes: Tensor) -> list[Tensor]:
         """W: codes (N, C) -> weights of N networks."""
         codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
-        # Without the factor, the usual size of a weight with fan-in K, one step of Adam would move
-        # a weight by more than its size.
-        return [
-            generator(code.flatten(0, 1)).view(len(code), f, k) * (2 / (k - 1)) ** 0.5
-            for generator, code, (f, k) in zip(self.generators, codes, self.shapes)
-        ]
+        # Without the factor, a weight's usual size, one step of Adam would move it by more.
+        parts = zip(self.generators, codes, self.shapes)
+        return [w(c).view(len(c), f, k) * (2 / (k - 1)) ** 0.5 for w, c, (f, k) in parts]
 
     def forward(self, z: Tensor, deviate: bool = True) -> list[Tensor]:
         number = len(self.means[0]) if self.means else 1
@@ -245,12 +232,12 @@ class Hypernetwork(nn.Module):
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
-    shapes, codes = [*HIDDEN, (CLASSES[c.dataset], 85)], [6, 16, 120, 1, 1] if c.start else None
-    model = Hypernetwork(shapes, codes, c.means, c.start, c.scale).to(device)
+    shapes = [*HIDDEN, (CLASSES[c.dataset], 85)]
+    model = Hypernetwork(shapes, c.codes, c.means, c.scale).to(device)
     rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
     sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
-    optimizers += [torch.optim.Adam(rest, c.adam or c.lr, fused=True)] if c.start else []
+    optimizers += [torch.optim.Adam(rest, c.adam or c.lr, fused=True)] if c.codes else []
     return model, optimizers
 
 
@@ -284,14 +271,6 @@ def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) 
     return loss, loss_acc, diversity, acc
 
 
-def rate_factor(c: argparse.Namespace, step: int) -> float:
-    """A step's share of the learning rate: a short rise, then a linear fall to 0. Paper: (b) has a
-    constant rate. Here: in the second half, where networks are taken; in the first it falls from
-    10 * lr, or the chain would be far from converged, or noisy."""
-    rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
-    return min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
-
-
 def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     """Train one column, or go on where a stopped run stood. What it leaves behind is the file."""
     x, y = data["train"]
@@ -322,12 +301,15 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.zero_grad()
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
         (loss / c.lam * max(1, c.means)).backward()
-        spread = optimizers[-1].param_groups[0]["params"] if c.start else []
+        spread = optimizers[-1].param_groups[0]["params"] if c.codes else []
         norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
+        # Rates rise, then fall to 0. Paper: (b)'s is constant. Here: in the second half, where its
+        # networks are taken; before, it falls from 10 * lr, or they would be far from converged.
+        rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
+        rate = min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate_factor(c, step)
+            optimizer.param_groups[0]["lr"] = rate * optimizer.defaults["lr"]
             optimizer.step()
-
         done = step + 1
         if c.column == "b" and done in taken:
             record["chain"].append([mean.detach().cpu().clone() for mean in model.means])
@@ -337,9 +319,16 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
             if not all(map(math.isfinite, row.values())):
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
-            if logging:
-                record["log"].append(row | validate(model, data))
-                bar.set_postfix(vote_1=record["log"][-1]["vote 1"], refresh=False)
+            if logging:  # ten networks, from the same z every time, or those of SGD
+                z = model.noise(10, torch.Generator(y.device).manual_seed(VALIDATION))
+                with torch.no_grad():
+                    theta, middle = model(z), model(z, deviate=False)
+                row |= evaluate(predict(theta, data["val"][0]), data["val"][1])
+                if middle:
+                    theta, middle = map(nn.utils.parameters_to_vector, (theta, middle))
+                    row["deviation"] = ((theta - middle).norm() / middle.norm()).item()
+                record["log"].append(row)
+                bar.set_postfix({"vote 1": row["vote 1"]}, refresh=False)
             saved = time.perf_counter()
             record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
             record["optimizers"] = [o.state_dict() for o in optimizers if done < c.steps]
@@ -381,9 +370,8 @@ def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def predict(theta: list[Tensor], x: Tensor) -> Tensor:
-    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32), few at a time
-    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
-    n = len(theta[0])
+    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32)."""
+    n = len(theta[0])  # on the CPU a network runs alone, elsewhere all together: images in memory
     portions = x.split(250 if x.device.type == "cpu" else max(1, 50_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
@@ -401,15 +389,14 @@ def disagreement(votes: Tensor) -> float:
 
 
 def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) -> dict:
-    """How often two of N networks (N, B, classes) disagree. For ensembles of 1, 2, 5, ... of them:
-    accuracy of their vote; negative log-likelihood and calibration error of their mean probability;
-    how often it has more entropy on images of `unknown` classes, the area under the ROC curve."""
+    """How often N networks (N, B, classes) disagree. For ensembles of 1, 2, 5, ... of them: vote,
+    negative log-likelihood, calibration error, and how well entropy tells `unknown` classes."""
     n = len(probabilities)
     result = dict(networks=n, disagreement=disagreement(probabilities.argmax(dim=-1)))
     for size in (size for size in SIZES if size <= n):
         groups = probabilities[: n - n % size].unflatten(0, (-1, size))  # no network in two
-        votes = torch.stack([majority(group.argmax(dim=-1)) for group in groups])  # (groups, B)
-        result[f"vote {size}"] = (votes == y).float().mean().item()
+        hits = torch.stack([majority(group.argmax(dim=-1)) == y for group in groups])
+        result[f"vote {size}"] = hits.float().mean().item()
         mean = groups.mean(dim=1)  # (groups, B, classes)
         logs = mean.clamp_min(1e-12).log().flatten(0, 1)
         result[f"nll {size}"] = F.nll_loss(logs, y.repeat(len(mean))).item()
@@ -417,7 +404,7 @@ def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) ->
         bins = F.one_hot((15 * confidence).long().clamp(max=14), 15)  # (groups, B, 15)
         gaps = (bins * (confidence - (predicted == y).float())[..., None]).mean(dim=1)
         result[f"calibration {size}"] = gaps.abs().sum(dim=1).mean().item()
-        if unknown is not None:
+        if unknown is not None:  # area under the ROC curve: how often has one of them more entropy?
             other = unknown[: n - n % size].unflatten(0, (-1, size)).mean(dim=1)
             known, other = (torch.special.entr(p).sum(dim=-1) for p in (mean, other))
             ranks = torch.searchsorted(known.sort(dim=-1).values, other)
@@ -426,31 +413,18 @@ def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) ->
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: dict) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
-    x, y = data["val"]
-    z = model.noise(10, torch.Generator(x.device).manual_seed(VALIDATION))
-    theta, middle = model(z), model(z, deviate=False)
-    row = evaluate(predict(theta, x), y)
-    if middle:
-        theta, middle = (nn.utils.parameters_to_vector(part) for part in (theta, middle))
-        row["deviation"] = ((theta - middle).norm() / middle.norm()).item()
-    return row
-
-
-@torch.no_grad()
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
     """Networks of z, and their weights averaged (distillation). Around means also what G must beat:
     the means alone, and means + N(0, sigma * root mean square of a layer), sigma such that these
     are as good one by one, on validation images."""
-    (x, y), null = data["val"], []
+    (x, y), (_, y_test), null, results = data["val"], data["test"], [], {}
     generator = torch.Generator(y.device).manual_seed(TEST)
     z = model.noise(max(c.tested, c.averaged), generator)
     networks = dict(sampled=model(z[: c.tested]))
     if c.averaged:
         parts = [[t.mean(dim=0, keepdim=True) for t in model(part)] for part in z.split(100)]
         networks["averaged"] = [torch.cat(t).mean(dim=0, keepdim=True) for t in zip(*parts)]
-    if c.start and c.means:
+    if c.codes and c.means:
         z = model.noise(10, generator, stratified=True)
         networks["of each mean"], middle = model(z), model(z, deviate=False)
         networks["means alone"] = [filters[: c.means] for filters in middle]
@@ -463,10 +437,9 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
             null.append([val["vote 1"], val["vote 10"], sigma])
             low, high = (sigma, high) if val["vote 1"] > goal else (low, sigma)
         networks["means and noise"] = theta
-    results = {name: dict(val=evaluate(predict(t, x), y)) for name, t in networks.items()}
     for name, theta in networks.items():
-        known, unknown = (predict(theta, data[k][0]) for k in ("test", "other"))
-        results[name]["test"] = evaluate(known, data["test"][1], unknown)
+        val, test, other = (predict(theta, data[k][0]) for k in ("val", "test", "other"))
+        results[name] = dict(val=evaluate(val, y), test=evaluate(test, y_test, other))
     return dict(networks=results, null=null)
 
 
@@ -490,6 +463,8 @@ def plot_fronts(runs: list[dict]) -> Figure:
         one, ten, _ = zip(*sorted(run["null"]))
         ax.plot([100 * acc for acc in one], [100 * acc for acc in ten], ":", color=COLOURS["c+"])
     ax.axis(limits)
+    for column, (one, ten) in PAPER.items():  # on test images
+        ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
     ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; numbers: lam")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
@@ -497,24 +472,20 @@ def plot_fronts(runs: list[dict]) -> Figure:
 
 def table(runs: list[dict]) -> str:
     """Markdown, in percent but for NLL. Seeds of a run share a row: mean ± standard deviation."""
-    columns = {"one network": "vote 1", "vote of 10": "vote 10", "vote of 100": "vote 100"}
-    columns |= {"two disagree": "disagreement", "NLL: one, ten": "nll 1, nll 10"}
-    columns |= {"AUROC: one, ten": "auroc 1, auroc 10"}
-    lines, groups = [["", *columns], ["---"] * (1 + len(columns))], {}
+    keys, groups = ["vote 1", "vote 10", "vote 100", "disagreement", "nll 10", "auroc 10"], {}
     for run in runs:
-        name = re.sub("_seed[0-9]+", "", run["settings"]["name"])
-        groups |= {f"{name}: paper": [PAPER[name]]} if name in PAPER else {}
+        name = "_".join(w for w in run["settings"]["name"].split("_") if w[:4] != "seed")
         for kind, result in run["networks"].items():
             groups.setdefault(f"{name}: {kind}", []).append(result["test"])
+    lines = [["", *keys], ["---"] * (1 + len(keys))]
     for name, tests in groups.items():
         lines.append([name])
-        for keys in columns.values():
-            cell = []
-            for key in keys.split(", "):
-                values = [test[key] * (1 if "nll" in key else 100) for test in tests if key in test]
-                spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-                cell += [f"{statistics.mean(values):.4g}{spread}"] if values else []
-            lines[-1].append(", ".join(cell))
+        for key in keys:
+            values = torch.tensor([t[key] for t in tests if key in t]) * (
+                1 if "nll" in key else 100
+            )
+            spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
+            lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -522,8 +493,7 @@ def table(runs: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    data, git = None, f'git -C "{Path(__file__).parent}" describe --always --dirty'
-    cpu = f"CPU, {torch.get_num_threads()} threads"
+    data, folder = None, Path(__file__).parent
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
         file = args.out / c.name / "metrics.json"
         if file.exists():
@@ -535,16 +505,15 @@ def main(argv: list[str] | None = None) -> list[dict]:
         train(c, data, checkpoint)
         record, begun = read(checkpoint), time.perf_counter()
         run = dict(settings=vars(c), command=" ".join(["python", f"{NAME}.py", *argv]))
-        run |= dict(commit=subprocess.getoutput(git), torch=torch.__version__)
-        run["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
-        run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
+        run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
+        hardware = f"{args.device}, {torch.get_num_threads()} threads"
+        run |= dict(hardware=hardware, torch=torch.__version__, log=record["log"])
+        run |= analyse(load(checkpoint, args.device), c, data)
         run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
         file.with_suffix(".new").replace(file)
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
-    if not runs:
-        sys.exit(f"no finished run in {args.out}")
     plot_fronts(runs).savefig(args.out / "fronts.png", dpi=150)
     print(table(runs), f"\nfigure: {args.out / 'fronts.png'}", sep="\n")
     return runs
