@@ -283,7 +283,6 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.load_state_dict(record["model"])
         for optimizer, state in zip(optimizers, record["optimizers"]):
             optimizer.load_state_dict(state)
-
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks in all from the second half of its chains, the last ones among them.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
@@ -384,8 +383,7 @@ def majority(votes: Tensor) -> Tensor:
 
 def disagreement(votes: Tensor) -> float:
     """How often two different networks of (N, B) votes give different answers, over all pairs."""
-    different = sum((votes != vote).float().mean() for vote in votes)
-    return (different / max(1, len(votes) - 1)).item()
+    return (sum((votes != v).float().mean() for v in votes) / max(1, len(votes) - 1)).item()
 
 
 def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) -> dict:
@@ -481,9 +479,8 @@ def table(runs: list[dict]) -> str:
     for name, tests in groups.items():
         lines.append([name])
         for key in keys:
-            values = torch.tensor([t[key] for t in tests if key in t]) * (
-                1 if "nll" in key else 100
-            )
+            unit = 1 if "nll" in key else 100
+            values = unit * torch.tensor([test[key] for test in tests if key in test])
             spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
             lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
