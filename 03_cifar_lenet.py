@@ -89,7 +89,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
         if c.diversity != "none" and c.networks < 2:
             parser.error("diversity needs at least 2 --networks in a step")
-        if c.means < 0 or c.networks % max(1, c.means) or (args.means is not None and not c.adam):
+        if c.networks % max(1, c.means) or (args.means is not None and min(c.adam, c.means) <= 0):
             parser.error("--means: of columns c+, d+, e; --networks must be a multiple of it")
     return args
 
@@ -132,7 +132,7 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     splits |= dict(train=(x[n:], y[n:]), val=(x[:n], y[:n]))
     for name, (x, y) in splits.items():
         most = 1000 if args.quick and name != "train" else None
-        x = ((x[:most] - mean) / std).permute(0, 3, 1, 2)
+        x = ((x[:most] - mean) / std).contiguous().permute(0, 3, 1, 2)
         splits[name] = x.to(args.device), y[:most].to(args.device)
     return splits
 
@@ -145,8 +145,7 @@ def draw(padded: Tensor, y: Tensor, shape: tuple, shared: int, generator) -> tup
     choices = [torch.randint(n, shape, device=y.device, generator=generator) for n in sizes]
     for choice in choices:
         choice[1:, :shared] = choice[0, :shared]
-    index, row, column = choices
-    return crops[index, :, row, column], y[index]
+    return crops[choices[0], :, choices[1], choices[2]], y[choices[0]]
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -262,8 +261,7 @@ def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) 
     theta = model(z)
     logits = each_network(target_network, x, theta)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    shared = slice(c.shared)
-    diversity = measure_diversity(c.diversity, theta, logits[:, shared], y[0, shared])
+    diversity = measure_diversity(c.diversity, theta, logits[:, : c.shared], y[0, : c.shared])
     loss = c.lam * loss_acc - ramp * diversity
     if c.decay:  # nothing else keeps generated weights small
         loss = loss + c.lam * c.decay * sum(t.square().sum() for t in theta) / len(z)
@@ -449,8 +447,8 @@ def plot_fronts(runs: list[dict]) -> Figure:
     for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         same = str([value for key, value in c.items() if key not in ("lam", "name")])
-        if "vote 10" in val:
-            fronts.setdefault(same, []).append((100 * val["vote 1"], 100 * val["vote 10"], c))
+        votes = [val[n] for n in ("vote 1", "vote 5", "vote 10") if n in val]  # (a) has one
+        fronts.setdefault(same, []).append((100 * votes[0], 100 * votes[-1], c))
     for front in fronts.values():
         one, ten, (*_, c) = zip(*front)
         ax.plot(one, ten, "o-", color=COLOURS[c["column"]], label=c["name"])
@@ -469,21 +467,24 @@ def plot_fronts(runs: list[dict]) -> Figure:
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown, in percent but for NLL. Seeds of a run share a row: mean ± standard deviation."""
-    keys, groups = ["vote 1", "vote 10", "vote 100", "disagreement", "nll 10", "auroc 10"], {}
+    """Markdown; votes in percent. Seeds of a run share a row: mean ± standard deviation."""
+    groups, tables = {}, []
     for run in runs:
         name = "_".join(w for w in run["settings"]["name"].split("_") if w[:4] != "seed")
         for kind, result in run["networks"].items():
             groups.setdefault(f"{name}: {kind}", []).append(result["test"])
-    lines = [["", *keys], ["---"] * (1 + len(keys))]
-    for name, tests in groups.items():
-        lines.append([name])
-        for key in keys:
-            unit = 1 if "nll" in key else 100
-            values = unit * torch.tensor([test[key] for test in tests if key in test])
-            spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
-            lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    votes = ["vote 1", "vote 5", "vote 10", "vote 100", "disagreement"]
+    others = [f"{name} {n}" for name in ("nll", "calibration", "auroc") for n in (1, 10)]
+    for unit, keys in (100, votes), (1, others):
+        lines = [["", *keys], ["---"] * (1 + len(keys))]
+        for name, tests in groups.items():
+            lines.append([name])
+            for key in keys:
+                values = unit * torch.tensor([test[key] for test in tests if key in test])
+                spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
+                lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
@@ -503,9 +504,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         record, begun = read(checkpoint), time.perf_counter()
         run = dict(settings=vars(c), command=" ".join(["python", f"{NAME}.py", *argv]))
         run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
-        hardware = f"{args.device}, {torch.get_num_threads()} threads"
-        run |= dict(hardware=hardware, torch=torch.__version__, log=record["log"])
-        run |= analyse(load(checkpoint, args.device), c, data)
+        run |= dict(hardware=args.device, threads=torch.get_num_threads(), torch=torch.__version__)
+        run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
         run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))

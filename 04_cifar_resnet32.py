@@ -2,9 +2,9 @@
 
     loss = lam * E_z[cross-entropy of T(x; G(z))] - H[answers of T(.; G(z)) to shared images]
 
-Section "CIFAR-10" of the paper, ResNet-32, and distillation. New against LeNet: identity skips in G,
-one generator for all layers of a stage, and batch norm in the target network: moments of its batch
-in training, then a pass over training images for its own. Several GPUs share a step's networks.
+Section "CIFAR-10" of the paper, ResNet-32, and distillation. New against LeNet: skips inside G, one
+generator for all layers of a stage, and batch norm in the target network: moments of its batch in
+training, then a pass over training images for its own. Several GPUs share the networks of a step.
 
     python 04_cifar_resnet32.py --quick        # all columns in minutes: does it run?
     python 04_cifar_resnet32.py --columns c+   # one column: three hours on one CPU core
@@ -133,7 +133,7 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
     splits |= dict(train=(x[n:], y[n:]), val=(x[:n], y[:n]))
     for name, (x, y) in splits.items():
         most = 1000 if args.quick and name != "train" else None
-        x = ((x[:most] - mean) / std).permute(0, 3, 1, 2)
+        x = ((x[:most] - mean) / std).contiguous().permute(0, 3, 1, 2)
         splits[name] = x.to(args.device), y[:most].to(args.device)
     return splits
 
@@ -146,8 +146,7 @@ def draw(padded: Tensor, y: Tensor, shape: tuple, shared: int, generator) -> tup
     choices = [torch.randint(n, shape, device=y.device, generator=generator) for n in sizes]
     for choice in choices:
         choice[1:, :shared] = choice[0, :shared]
-    index, row, column = choices
-    return crops[index, :, row, column], y[index]
+    return crops[choices[0], :, choices[1], choices[2]], y[choices[0]]
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -156,8 +155,7 @@ STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride
 
 
 def target_shapes(classes: int) -> list[list[tuple[int, int]]]:
-    """(F, K + 2) of the convolutions, gamma and beta last, in the order of their use, a list for
-    the stem and for each stage; then (classes, 65) of the last layer."""
+    """(F, K + 2), gamma and beta last, of the layers of the stem and of each stage; the last layer."""
     groups = [[(16, 27 + 2)]]
     for channels, filters, stride in STAGES:
         fans = [channels] * (stride > 1) + [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
@@ -467,8 +465,8 @@ def plot_fronts(runs: list[dict]) -> Figure:
     ax = figure.subplots()
     for run in runs:
         c, val = run["settings"], run["networks"]["sampled"]["val"]
-        one, ten = 100 * val["vote 1"], 100 * val.get("vote 10", math.nan)
-        ax.plot(one, ten, "o", color=COLOURS[c["column"]], label=c["name"])
+        ten = val.get("vote 10", val["vote 1"])
+        ax.plot(100 * val["vote 1"], 100 * ten, "o", color=COLOURS[c["column"]], label=c["name"])
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
     ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation")
@@ -477,21 +475,24 @@ def plot_fronts(runs: list[dict]) -> Figure:
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown, in percent but for NLL. Seeds of a run share a row: mean ± standard deviation."""
-    keys, groups = ["vote 1", "vote 10", "vote 20", "disagreement", "nll 1", "nll 10"], {}
+    """Markdown; votes in percent. Seeds of a run share a row: mean ± standard deviation."""
+    groups, tables = {}, []
     for run in runs:
         name = "_".join(w for w in run["settings"]["name"].split("_") if w[:4] != "seed")
         for kind, result in run["networks"].items():
             groups.setdefault(f"{name}: {kind}", []).append(result["test"])
-    lines = [["", *keys], ["---"] * (1 + len(keys))]
-    for name, tests in groups.items():
-        lines.append([name])
-        for key in keys:
-            unit = 1 if "nll" in key else 100
-            values = unit * torch.tensor([test[key] for test in tests if key in test])
-            spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
-            lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    votes = ["vote 1", "vote 10", "vote 20", "disagreement"]
+    others = [f"{name} {n}" for name in ("nll", "calibration") for n in (1, 10)]
+    for unit, keys in (100, votes), (1, others):
+        lines = [["", *keys], ["---"] * (1 + len(keys))]
+        for name, tests in groups.items():
+            lines.append([name])
+            for key in keys:
+                values = unit * torch.tensor([test[key] for test in tests if key in test])
+                spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
+                lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
@@ -519,9 +520,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         record, begun = read(checkpoint), time.perf_counter()
         run = dict(settings=vars(c), command=" ".join([start, f"{NAME}.py", *argv]))
         run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
-        hardware = f"{args.device}, {torch.get_num_threads()} threads"
-        run |= dict(hardware=hardware, torch=torch.__version__, log=record["log"])
-        run |= analyse(load(checkpoint, args.device), c, data)
+        run |= dict(hardware=args.device, threads=torch.get_num_threads(), torch=torch.__version__)
+        run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
         run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
