@@ -40,7 +40,7 @@ SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none
 SGD |= dict(rows=40, tested=10, averaged=0)
 PAPERS = SGD | dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3)
 PAPERS |= dict(codes=[6, 16, 120, 1, 1], tested=100, averaged=10_000)
-AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=0.1, adam=1e-4)
+AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=1.0, adam=1e-3)
 FIVE = dict(steps=40_000, networks=5, images=128, shared=128, ramp=0.0)
 FIVE |= dict(diversity="ensemble", lam=200.0)  # half of the loss is the averaged prediction's
 RECIPES = {
@@ -50,7 +50,7 @@ RECIPES = {
     "c-decay": PAPERS | dict(decay=2.5e-4),  # of generated weights, as much as SGD's weight decay
     "d": PAPERS | dict(diversity="outputs"),
     "c+": AROUND,
-    "d+": AROUND | dict(diversity="outputs", lam=2e3),
+    "d+": AROUND | dict(diversity="outputs", lam=1e4),
     "e": AROUND | FIVE | dict(means=5),
     "free": SGD | FIVE,  # a control: (e) without deviation is five networks by SGD
 }

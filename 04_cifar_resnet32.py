@@ -155,7 +155,7 @@ STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride
 
 
 def target_shapes(classes: int) -> list[list[tuple[int, int]]]:
-    """(F, K + 2), gamma and beta last, of the layers of the stem and of each stage; the last layer."""
+    """(F, K + 2), gamma and beta last, of the layers of the stem, of each stage; the last layer."""
     groups = [[(16, 27 + 2)]]
     for channels, filters, stride in STAGES:
         fans = [channels] * (stride > 1) + [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
