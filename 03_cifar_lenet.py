@@ -2,22 +2,19 @@
 
     loss = lam * E_z[cross-entropy of T(x; G(z))] - H[answers of T(.; G(z)) to shared images]
 
-Section "CIFAR-10" of the paper, the LeNet row of its table, and distillation. New against MNIST:
-diversity is measured in what the networks answer, which no symmetry of the weights can fake, and
-the columns of the table: (a) one network by SGD, (b) ten networks from chains of SGD, (c) the
-hypernetwork without a diversity term, (d) with it. The weights of many samples, averaged, make one
-network again.
+Section "CIFAR-10" of the paper, the LeNet row of its table. New against MNIST: diversity is in what
+the networks answer, which no symmetry of the weights can fake. (a) is one network by SGD, (b) ten
+from chains of SGD, (c) the paper's hypernetwork without diversity, (d) with it. Ours: (c+) and (d+)
+generate around a learned mean, (e) around one of five.
 
     python 03_cifar_lenet.py --quick        # all columns in minutes: does it run?
-    python 03_cifar_lenet.py --columns d    # one column; the same command again goes on, or redraws
-    python 03_cifar_lenet.py                # all columns: three hours on one CPU core
+    python 03_cifar_lenet.py --columns d+   # one column; the same command again goes on, or redraws
+    python 03_cifar_lenet.py                # all columns: ten hours on one CPU core
 """
 
 import argparse
 import json
 import math
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -34,26 +31,33 @@ from common import conv2d, each_network, fix_gauge, knn_entropy, linear, max_poo
 
 NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
-# The documented runs, by column of the paper's table. (a) and (b) train `networks` by SGD, (c) and
-# (d) the paper's hypernetwork by Adam. `shared` of the `images` of a step are the same for all its
-# networks; diversity has its full weight after the share `ramp` of the steps.
-SGD = dict(steps=100_000, lr=0.03, networks=1, images=128, shared=0, lam=1.0, ramp=0.0, start=None)
-HYPERNET = dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3, ramp=0.5)
-HYPERNET |= dict(start="copies", means=0, tested=100, averaged=10_000)
-ALL = dict(diversity="none", crop=2, seed=0, rows=40, tested=10, averaged=0)
-RECIPES = dict(
-    a=ALL | SGD,
-    b=ALL | SGD | dict(steps=40_000, lr=0.003, networks=5),  # five chains, two networks of each
-    c=ALL | HYPERNET,
-    d=ALL | HYPERNET | dict(diversity="outputs"),
-)
+# The documented runs, by column. (a), (b) train `networks` by SGD; (c), (d) the paper's G by Adam;
+# the others learn `means` by SGD, at the rate `lr`, and deviations by Adam, at the rate `adam`.
+# `shared` of the `images` of a step are the same for all its networks; diversity has its full
+# weight after the share `ramp` of the steps.
+SGD = dict(steps=100_000, lr=0.03, networks=1, images=128, shared=0, crop=2, lam=1.0, ramp=0.5)
+SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none", seed=0)
+SGD |= dict(rows=40, tested=10, averaged=0)
+PAPERS = SGD | dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3)
+PAPERS |= dict(codes=[6, 16, 120, 1, 1], tested=100, averaged=10_000)
+AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=1.0, adam=1e-3)
+FIVE = dict(steps=40_000, networks=5, images=128, shared=128, ramp=0.0)
+FIVE |= dict(diversity="ensemble", lam=200.0)  # half of the loss is the averaged prediction's
+RECIPES = {
+    "a": SGD,
+    "b": SGD | dict(steps=40_000, lr=0.003, networks=5),  # five chains, two networks of each
+    "c": PAPERS,
+    "c-decay": PAPERS | dict(decay=2.5e-4),  # of generated weights, as much as SGD's weight decay
+    "d": PAPERS | dict(diversity="outputs"),
+    "c+": AROUND,
+    "d+": AROUND | dict(diversity="outputs", lam=1e4),
+    "e": AROUND | FIVE | dict(means=5),
+    "free": SGD | FIVE,  # a control: (e) without deviation is five networks by SGD
+}
 QUICK = dict(steps=200, images=64, rows=5, tested=20, averaged=500)  # at most
-TITLES = dict(a="(a) SGD", b="(b) SGD chains", c="(c) no diversity", d="(d) diversity")
-# Accuracy of one network and of a vote of ten in the paper, by the name of our run.
-PAPER = dict(cifar10_a={"1": 0.7736}, cifar10_b={"1": 0.7495, "10": 0.8060})
-PAPER |= dict(cifar10_c={"1": 0.7626, "10": 0.7647}, cifar10_d={"1": 0.7234, "10": 0.7821})
-COLOURS = dict(a="black", b="grey", c="C0", d="C1")
-SIZES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]  # of ensembles and averages
+PAPER = dict(b=(0.7495, 0.8060), c=(0.7626, 0.7647), d=(0.7234, 0.7821))  # one network, ten
+COLOURS = dict(zip(RECIPES, ["black", "grey", "C0", "C9", "C1", "navy", "C3", "C2", "C4"]))
+SIZES = [1, 2, 5, 10, 20, 50, 100]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
 
@@ -62,90 +66,86 @@ SAVE_SECONDS = 120  # of training that a killed run loses at most
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add, measures = parser.add_argument, ["outputs", "weights", "variance", "ensemble", "none"]
-    add("--columns", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the table")
+    add("--columns", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="all or some")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="cifar10 unless given")
     add("--diversity", choices=measures, help="the recipe's unless given, as all that follow")
     add("--steps", type=int, help="of training")
-    add("--lr", type=float, help="rate of SGD (a, b) or of Adam (c, d)")
+    add("--lr", type=float, help="rate of SGD, or of Adam in columns without SGD")
     add("--lam", type=float, help="weight of accuracy against diversity")
     add("--networks", type=int, help="in a step: samples of z, or chains of SGD")
+    add("--means", type=int, help="in columns c+, d+, e: learned networks to deviate from")
     add("--images", type=int, help="in a step, for each network")
     add("--seed", type=int, help="of all random numbers of training")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=["cpu", "cuda"], default=device, help=f"here: {device}")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0], help=f"here: {devices[0]}")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
     add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
     add("--quick", action="store_true", help=f"small costs, at most {QUICK}")
     args = parser.parse_args(argv)
-    for name in ("steps", "lr", "lam", "networks", "images"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"argument --{name}: {value} is not a positive number")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
     args.runs = [settings(args, column) for column in args.columns]
-    if any(c.diversity != "none" and (c.networks < 2 or not c.start) for c in args.runs):
-        parser.error("diversity needs at least 2 --networks in a step, and column c or d")
+    for c in args.runs:
+        if not all(0 < v < math.inf for v in (c.steps, c.lr, c.lam, c.networks, c.images)):
+            parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
+        if c.diversity != "none" and c.networks < 2:
+            parser.error("diversity needs at least 2 --networks in a step")
+        if c.networks % max(1, c.means) or (args.means is not None and min(c.adam, c.means) <= 0):
+            parser.error("--means: of columns c+, d+, e; --networks must be a multiple of it")
     return args
 
 
 def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
     """A column's recipe with what the command overrides; its name says so."""
-    flags = ("diversity", "steps", "lr", "lam", "networks", "images", "seed")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
-    recipe = RECIPES[column]
+    recipe, dataset, fake = RECIPES[column], args.dataset, args.fake_data
     quick = {name: min(most, recipe[name]) for name, most in QUICK.items() if args.quick}
+    given = {name: v for name, v in vars(args).items() if name in recipe and v is not None}
     words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
-    words += ["quick"] * args.quick + ["fake"] * args.fake_data
-    c = argparse.Namespace(script=NAME, column=column, **recipe | quick | given)
-    c.dataset, c.fake_data = args.dataset, args.fake_data
-    c.means = c.means if c.start else c.networks
-    c.name = "_".join([args.dataset, column, *words])
-    return c
+    name = "_".join([dataset, column, *words, *["quick"] * args.quick, *["fake"] * fake])
+    c = dict(script=NAME, name=name, column=column, dataset=dataset, fake_data=fake)
+    c |= recipe | quick | given
+    return argparse.Namespace(**c | dict(means=c["means"] if c["codes"] else c["networks"]))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
-    """Normalised images (B, 3, 32, 32), channels last, and labels (B,) of the splits train, val and
-    test, all on the training device: 45,000, 5,000 and 10,000 of CIFAR."""
-    if args.fake_data:  # a smooth random pattern for each class, moved by two pixels, and noise
-        generator = torch.Generator().manual_seed(0)
-        patterns = torch.randn(CLASSES[args.dataset], 3, 6, 6, generator=generator)
-        patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
-        y = torch.arange(len(patterns))
-        (x,), (y,) = draw(F.pad(patterns, [2] * 4), y, (1, 3000), 0, generator)
-        x = x.movedim(1, -1) + 0.5 * torch.randn(3000, 32, 32, 3, generator=generator)
-        (x, x_test), (y, y_test) = x.split([2500, 500]), y.split([2500, 500])
-    else:
-        cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[args.dataset]
+    """Normalised images (B, 3, 32, 32), channels last, and labels (B,), on the training device.
+    train, val, test: 45,000, 5,000 and 10,000 of CIFAR; other: test images of the other CIFAR."""
+    (other,), splits = CLASSES.keys() - {args.dataset}, {}
+    for name, dataset in dict(train=args.dataset, test=args.dataset, other=other).items():
+        if args.fake_data:  # a smooth random pattern for each class, and noise
+            generator = torch.Generator().manual_seed(CLASSES[dataset])
+            patterns = torch.randn(CLASSES[dataset], 3, 6, 6, generator=generator)
+            y = torch.randint(len(patterns), (3000,), generator=generator)
+            x = F.interpolate(patterns, 32, mode="bicubic")[y].movedim(1, -1)
+            x = x + 0.5 * torch.randn(x.shape, generator=generator)
+            splits[name] = (x[500:], y[500:]) if name == "train" else (x[:500], y[:500])
+            continue
+        cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[dataset]
         try:
-            train, test = (cifar(args.data, train=t, download=True) for t in (True, False))
+            split = cifar(args.data, train=name == "train", download=True)
         except Exception as error:
             remedy = f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
-            sys.exit(f"no {args.dataset} and no download ({type(error).__name__}): {remedy}")
-        x, x_test = (torch.from_numpy(split.data).float() for split in (train, test))
-        y, y_test = (torch.tensor(split.targets) for split in (train, test))
-    mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-    x, x_test = (part.sub_(mean).div_(std).contiguous() for part in (x, x_test))
-    x, x_test = x.permute(0, 3, 1, 2), x_test.permute(0, 3, 1, 2)
-    n, most = len(x) // 10, 1000 if args.quick else None  # images of the smaller splits
-    splits = dict(train=(x[n:], y[n:]), val=(x[:n][:most], y[:n][:most]))
-    splits["test"] = (x_test[:most], y_test[:most])
-    return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
+            sys.exit(f"no {dataset} and no download ({type(error).__name__}): {remedy}")
+        splits[name] = torch.from_numpy(split.data).float(), torch.tensor(split.targets)
+    x, y = splits["train"]
+    n, mean, std = len(x) // 10, x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
+    splits |= dict(train=(x[n:], y[n:]), val=(x[:n], y[:n]))
+    for name, (x, y) in splits.items():
+        most = 1000 if args.quick and name != "train" else None
+        x = ((x[:most] - mean) / std).contiguous().permute(0, 3, 1, 2)
+        splits[name] = x.to(args.device), y[:most].to(args.device)
+    return splits
 
 
 def draw(padded: Tensor, y: Tensor, shape: tuple, shared: int, generator) -> tuple[Tensor, Tensor]:
     """Random crops (N, B, 3, 32, 32) of padded images, and labels (N, B). The first `shared` are
     the same for all networks, to compare their answers; the rest differ, as in the paper."""
     crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)  # a view: all s * s crops of each image
-    index, row, column = (
-        torch.randint(n, shape, device=y.device, generator=generator)
-        for n in (len(crops), *crops.shape[2:4])
-    )
-    for choice in (index, row, column):
+    sizes = len(crops), *crops.shape[2:4]
+    choices = [torch.randint(n, shape, device=y.device, generator=generator) for n in sizes]
+    for choice in choices:
         choice[1:, :shared] = choice[0, :shared]
-    return crops[index, :, row, column], y[index]
+    return crops[choices[0], :, choices[1], choices[2]], y[choices[0]]
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -153,8 +153,7 @@ HIDDEN = [(6, 76), (16, 151), (120, 401), (84, 121)]  # (F, K + 1) of all layers
 
 
 def target_network(x: Tensor, theta: list[Tensor]) -> Tensor:
-    """LeNet, (N, B, 3, 32, 32) -> logits (N, B, classes): 62,006 weights for 10 classes, 69,656
-    for 100. Convolutions are not padded."""
+    """LeNet, (N, B, 3, 32, 32) -> logits (N, B, classes): 62,006 weights for 10 classes."""
     x = max_pool2d(conv2d(x, theta[0], 5), 2).relu()  # (N, B, 6, 14, 14)
     x = max_pool2d(conv2d(x, theta[1], 5), 2).relu()  # (N, B, 16, 5, 5)
     x = linear(x.flatten(2), theta[2]).relu()  # (N, B, 120)
@@ -164,15 +163,13 @@ def target_network(x: Tensor, theta: list[Tensor]) -> Tensor:
 
 # ---- Hypernetwork --------------------------------------------------------------------------------
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers without biases, leaky ReLU between them; output as large as the input. Without
-    batch norm: ten z are too few for its moments, and it does not train."""
+    """Linear layers without biases, leaky ReLU between them; output as large as the input."""
     layers = []
     for fan_in, fan_out in zip(widths[:-1], widths[1:]):
-        layer = nn.Linear(fan_in, fan_out, bias=False)
-        nn.init.normal_(layer.weight, std=(2 / fan_in) ** 0.5)
-        layers += [layer, nn.LeakyReLU(0.05)]
-    nn.init.normal_(layer.weight, std=fan_in**-0.5)
-    return nn.Sequential(*layers[:-1])
+        layers += [nn.LeakyReLU(0.05), nn.Linear(fan_in, fan_out, bias=False)]
+        nn.init.normal_(layers[-1].weight, std=(2 / fan_in) ** 0.5)
+    layers[-1].weight.data *= 0.5**0.5
+    return nn.Sequential(*layers[1:])
 
 
 class Hypernetwork(nn.Module):
@@ -183,58 +180,50 @@ class Hypernetwork(nn.Module):
 
     `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
     has: F, one for each filter, or 1 for the whole layer. Without codes G is its means alone: M
-    ordinary networks, for SGD. The first number of z chooses the mean. start "copies": codes depend
-    on z only weakly at first, so that all networks begin as near-copies of one, which is learned
-    fast, and then spread; "random": no bias, and any two z begin as unrelated networks.
+    ordinary networks, for SGD. The first number of z chooses the mean. Codes hardly depend on z at
+    first: networks begin as near-copies of one, which is learned fast, and spread later.
     """
 
     noise_size, code_size = 100, 8
 
-    def __init__(self, shapes, codes, means: int = 0, start: str = "copies", scale: float = 0.1):
+    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1):
         super().__init__()
-        self.shapes, self.codes, self.scale = shapes, codes, scale
+        self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
         self.means = nn.ParameterList(
             torch.randn(means, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes if means
         )
         if codes:
-            self.extractor = mlp(self.noise_size, 200, 200, self.code_size * sum(codes))
-            self.generators = nn.ModuleList(
-                mlp(self.code_size, 400, 400, f * k // n) for (f, k), n in zip(shapes, codes)
-            )
-            width = self.extractor[-1].out_features
-            self.bias = nn.Parameter(torch.zeros(max(1, means), width), start != "random")
-            if start == "copies":
-                nn.init.normal_(self.bias)
-                self.extractor[-1].weight.data *= 0.2
+            outputs = [f * k // n for (f, k), n in zip(shapes, codes)]
+            self.generators = nn.ModuleList(mlp(width, 400, 400, n) for n in outputs)
+            self.extractor = mlp(self.noise_size, 200, 200, width * sum(codes))
+            self.extractor[-1].weight.data *= 0.2
+            self.bias = nn.Parameter(torch.randn(max(1, means), width * sum(codes)))
 
     def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
         """(N, Z); `stratified`: each of M means is chosen equally often. Without codes N is M."""
-        number, device = len(self.means[0]) if self.means else 1, next(self.parameters()).device
-        n = n if self.codes else number
+        m, device = len(self.means[0]) if self.means else 1, next(self.parameters()).device
+        n = n if self.codes else m
         z = torch.randn(n, self.noise_size, device=device, generator=generator)
         if stratified or not self.codes:
             u = torch.rand(n, device=device, generator=generator).clamp(1e-5, 1 - 1e-5)
-            z[:, 0] = torch.special.ndtri((torch.arange(n, device=device) % number + u) / number)
+            z[:, 0] = torch.special.ndtri((torch.arange(n, device=device) % m + u) / m)
         return z
 
     def generate(self, codes: Tensor) -> list[Tensor]:
         """W: codes (N, C) -> weights of N networks."""
         codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
-        # Without the factor, the usual size of a weight with fan-in K, one step of Adam would move
-        # a weight by more than its size.
-        return [
-            generator(code.flatten(0, 1)).view(len(code), f, k) * (2 / (k - 1)) ** 0.5
-            for generator, code, (f, k) in zip(self.generators, codes, self.shapes)
-        ]
+        # Without the factor, a weight's usual size, one step of Adam would move it by more.
+        parts = zip(self.generators, codes, self.shapes)
+        return [w(c).view(len(c), f, k) * (2 / (k - 1)) ** 0.5 for w, c, (f, k) in parts]
 
-    def forward(self, z: Tensor) -> list[Tensor]:
+    def forward(self, z: Tensor, deviate: bool = True) -> list[Tensor]:
         number = len(self.means[0]) if self.means else 1
         m = (number * torch.special.ndtr(z[:, 0])).long().clamp(max=number - 1)  # (N,)
         means = [mean.index_select(0, m) for mean in self.means]
-        if not self.codes:
+        if not (self.codes and deviate):
             return means
         made = self.generate(self.extractor(z) + self.bias.index_select(0, m))
-        if not self.means:
+        if not means:
             return made
         middle = [filters.index_select(0, m) for filters in self.generate(self.bias)]
         return [a + self.scale * (b - c) for a, b, c in zip(means, made, middle)]
@@ -242,12 +231,12 @@ class Hypernetwork(nn.Module):
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
-    codes = [6, 16, 120, 1, 1] if c.start else None
-    model = Hypernetwork([*HIDDEN, (CLASSES[c.dataset], 85)], codes, c.means, c.start).to(device)
+    shapes = [*HIDDEN, (CLASSES[c.dataset], 85)]
+    model = Hypernetwork(shapes, c.codes, c.means, c.scale).to(device)
     rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
     sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
-    optimizers += [torch.optim.Adam(rest, c.lr, fused=True)] if c.start else []
+    optimizers += [torch.optim.Adam(rest, c.adam or c.lr, fused=True)] if c.codes else []
     return model, optimizers
 
 
@@ -260,9 +249,9 @@ def measure_diversity(kind: str, theta: list[Tensor], logits: Tensor, y: Tensor)
         return logits.new_zeros(())
     if kind == "outputs":
         return knn_entropy(logits.softmax(dim=-1).flatten(1), dim)
-    if kind == "ensemble":  # the loss of the averaged prediction
-        log_mean = logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(logits))
-        return -dim * F.nll_loss(log_mean, y)
+    if kind == "ensemble":  # by how much is the loss of the averaged prediction smaller?
+        log_p = logits.log_softmax(dim=-1)[:, range(len(y)), y]  # (N, B)
+        return dim * (log_p.logsumexp(dim=0) - math.log(len(log_p)) - log_p.mean(dim=0)).mean()
     weights = torch.cat([filters.flatten(1) for filters in fix_gauge(theta)], dim=1)  # (N, D)
     return knn_entropy(weights, dim) if kind == "weights" else dim * weights.var(dim=0).mean()
 
@@ -272,21 +261,12 @@ def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) 
     theta = model(z)
     logits = each_network(target_network, x, theta)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    shared = slice(c.shared)
-    diversity = measure_diversity(c.diversity, theta, logits[:, shared], y[0, shared])
+    diversity = measure_diversity(c.diversity, theta, logits[:, : c.shared], y[0, : c.shared])
     loss = c.lam * loss_acc - ramp * diversity
+    if c.decay:  # nothing else keeps generated weights small
+        loss = loss + c.lam * c.decay * sum(t.square().sum() for t in theta) / len(z)
     acc = (logits.argmax(dim=-1) == y).float().mean()
     return loss, loss_acc, diversity, acc
-
-
-def rate_factor(c: argparse.Namespace, step: int) -> float:
-    """A step's share of the learning rate: a short rise, then a linear fall to 0."""
-    warm_up = min(200, c.steps // 5 + 1)
-    if c.column != "b":
-        return min((step + 1) / warm_up, (c.steps - step) / max(1, c.steps - warm_up))
-    # Paper: (b) has a constant rate. Here: only in the second half, where networks are taken; it
-    # falls from 10 * lr in the first, or the chain would be far from converged, or noisy.
-    return min(10 * (step + 1) / warm_up, max(1, 10 - 18 * step / c.steps))
 
 
 def train(c: argparse.Namespace, data: dict, file: Path) -> None:
@@ -301,7 +281,6 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.load_state_dict(record["model"])
         for optimizer, state in zip(optimizers, record["optimizers"]):
             optimizer.load_state_dict(state)
-
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks in all from the second half of its chains, the last ones among them.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
@@ -319,12 +298,15 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.zero_grad()
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
         (loss / c.lam * max(1, c.means)).backward()
-        spread = optimizers[-1].param_groups[0]["params"] if c.start else []
+        spread = optimizers[-1].param_groups[0]["params"] if c.codes else []
         norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
+        # Rates rise, then fall to 0. Paper: (b)'s is constant. Here: in the second half, where its
+        # networks are taken; before, it falls from 10 * lr, or they would be far from converged.
+        rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
+        rate = min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate_factor(c, step)
+            optimizer.param_groups[0]["lr"] = rate * optimizer.defaults["lr"]
             optimizer.step()
-
         done = step + 1
         if c.column == "b" and done in taken:
             record["chain"].append([mean.detach().cpu().clone() for mean in model.means])
@@ -334,15 +316,21 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
             if not all(map(math.isfinite, row.values())):
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
-            if logging:
-                row |= validate(model, data)
+            if logging:  # ten networks, from the same z every time, or those of SGD
+                z = model.noise(10, torch.Generator(y.device).manual_seed(VALIDATION))
+                with torch.no_grad():
+                    theta, middle = model(z), model(z, deviate=False)
+                row |= evaluate(predict(theta, data["val"][0]), data["val"][1])
+                if middle:
+                    theta, middle = map(nn.utils.parameters_to_vector, (theta, middle))
+                    row["deviation"] = ((theta - middle).norm() / middle.norm()).item()
                 record["log"].append(row)
-                bar.set_postfix(val_one=f"{row['val_one']:.3f}", refresh=False)
+                bar.set_postfix({"vote 1": row["vote 1"]}, refresh=False)
             saved = time.perf_counter()
             record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
             record["optimizers"] = [o.state_dict() for o in optimizers if done < c.steps]
             torch.save(record, file.with_suffix(".new"))  # a killed run never leaves half a file
-            os.replace(file.with_suffix(".new"), file)
+            file.with_suffix(".new").replace(file)
 
 
 def read(file: Path, c: argparse.Namespace | None = None) -> dict:
@@ -379,9 +367,8 @@ def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def predict(theta: list[Tensor], x: Tensor) -> Tensor:
-    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32), few at a time
-    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
-    n = len(theta[0])
+    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32)."""
+    n = len(theta[0])  # on the CPU a network runs alone, elsewhere all together: images in memory
     portions = x.split(250 if x.device.type == "cpu" else max(1, 50_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
@@ -394,122 +381,117 @@ def majority(votes: Tensor) -> Tensor:
 
 def disagreement(votes: Tensor) -> float:
     """How often two different networks of (N, B) votes give different answers, over all pairs."""
-    n = len(votes)
-    same = sum((votes == vote).float().mean() for vote in votes)  # pairs with itself included
-    return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
+    return (sum((votes != v).float().mean() for v in votes) / max(1, len(votes) - 1)).item()
 
 
-def ensemble(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Of N networks' (N, B, classes): accuracy of their vote; negative log-likelihood of their mean
-    probability, and its calibration error, in 15 bins of confidence weighted by their images."""
-    acc = (majority(probabilities.argmax(dim=-1)) == y).float().mean()
-    mean = probabilities.mean(dim=0)
-    confidence, predicted = mean.max(dim=-1)
-    bins = (confidence * 15).long().clamp(max=14)
-    gaps = confidence.new_zeros(15).index_add(0, bins, confidence - (predicted == y).float())
-    return torch.stack([acc, F.nll_loss(mean.clamp_min(1e-12).log(), y), gaps.abs().sum() / len(y)])
-
-
-def evaluate(probabilities: Tensor, y: Tensor) -> dict:
-    """How often two of N networks disagree, and means over ensembles of 1, 2, 5, ... of them."""
+def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) -> dict:
+    """How often N networks (N, B, classes) disagree. For ensembles of 1, 2, 5, ... of them: vote,
+    negative log-likelihood, calibration error, and how well entropy tells `unknown` classes."""
     n = len(probabilities)
     result = dict(networks=n, disagreement=disagreement(probabilities.argmax(dim=-1)))
-    result |= dict(vote={}, nll={}, calibration_error={})
     for size in (size for size in SIZES if size <= n):
-        groups = probabilities.split(size)[: n // size]  # no network in two ensembles
-        numbers = torch.stack([ensemble(group, y) for group in groups]).mean(dim=0)
-        for name, number in zip(("vote", "nll", "calibration_error"), numbers.tolist()):
-            result[name][str(size)] = number
+        groups = probabilities[: n - n % size].unflatten(0, (-1, size))  # no network in two
+        hits = torch.stack([majority(group.argmax(dim=-1)) == y for group in groups])
+        result[f"vote {size}"] = hits.float().mean().item()
+        mean = groups.mean(dim=1)  # (groups, B, classes)
+        logs = mean.clamp_min(1e-12).log().flatten(0, 1)
+        result[f"nll {size}"] = F.nll_loss(logs, y.repeat(len(mean))).item()
+        confidence, predicted = mean.max(dim=-1)
+        bins = F.one_hot((15 * confidence).long().clamp(max=14), 15)  # (groups, B, 15)
+        gaps = (bins * (confidence - (predicted == y).float())[..., None]).mean(dim=1)
+        result[f"calibration {size}"] = gaps.abs().sum(dim=1).mean().item()
+        if unknown is not None:  # area under the ROC curve: how often has one of them more entropy?
+            other = unknown[: n - n % size].unflatten(0, (-1, size)).mean(dim=1)
+            known, other = (torch.special.entr(p).sum(dim=-1) for p in (mean, other))
+            ranks = torch.searchsorted(known.sort(dim=-1).values, other)
+            result[f"auroc {size}"] = ranks.double().mean().item() / len(y)
     return result
-
-
-def validate(model: nn.Module, data: dict) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
-    x, y = data["val"]
-    theta = sample(model, 10, torch.Generator(x.device).manual_seed(VALIDATION))
-    result = evaluate(predict(theta, x), y)
-    votes = list(result["vote"].values())
-    return dict(val_one=votes[0], val_vote=votes[-1], val_nll=result["nll"]["1"])
 
 
 @torch.no_grad()
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
-    """Networks of the same z, tested one by one, voting, and averaged into one (distillation)."""
-    x, y = data["test"]
-    z = model.noise(max(c.tested, c.averaged), torch.Generator(y.device).manual_seed(TEST))
-    theta = model(z[: c.tested])
-    result = dict(test=evaluate(predict(theta, x), y), averaged={})
-    result["val"] = evaluate(predict(theta, data["val"][0]), data["val"][1])  # for choices
-    mean, first = None, 0
-    for n in (n for n in SIZES if n <= c.averaged):
-        for part in z[first:n].split(100):
-            first += len(part)
-            new = [filters.mean(dim=0, keepdim=True) for filters in model(part)]
-            mean = [a + (b - a) * len(part) / first for a, b in zip(mean or new, new)]
-        result["averaged"][str(n)] = ensemble(predict(mean, x), y)[0].item()
-    return result
+    """Networks of z, and their weights averaged (distillation). Around means also what G must beat:
+    the means alone, and means + N(0, sigma * root mean square of a layer), sigma such that these
+    are as good one by one, on validation images."""
+    (x, y), (_, y_test), null, results = data["val"], data["test"], [], {}
+    generator = torch.Generator(y.device).manual_seed(TEST)
+    z = model.noise(max(c.tested, c.averaged), generator)
+    networks = dict(sampled=model(z[: c.tested]))
+    if c.averaged:
+        parts = [[t.mean(dim=0, keepdim=True) for t in model(part)] for part in z.split(100)]
+        networks["averaged"] = [torch.cat(t).mean(dim=0, keepdim=True) for t in zip(*parts)]
+    if c.codes and c.means:
+        z = model.noise(10, generator, stratified=True)
+        networks["of each mean"], middle = model(z), model(z, deviate=False)
+        networks["means alone"] = [filters[: c.means] for filters in middle]
+        noise = [torch.randn(t.shape, device=y.device, generator=generator) for t in middle]
+        goal, low, high = evaluate(predict(model(z), x), y)["vote 1"], 0.0, 1.0
+        while high - low > 0.002:
+            sigma = (low + high) / 2
+            theta = [t + sigma * t.square().mean().sqrt() * n for t, n in zip(middle, noise)]
+            val = evaluate(predict(theta, x), y)
+            null.append([val["vote 1"], val["vote 10"], sigma])
+            low, high = (sigma, high) if val["vote 1"] > goal else (low, sigma)
+        networks["means and noise"] = theta
+    for name, theta in networks.items():
+        val, test, other = (predict(theta, data[k][0]) for k in ("val", "test", "other"))
+        results[name] = dict(val=evaluate(val, y), test=evaluate(test, y_test, other))
+    return dict(networks=results, null=null)
 
 
-def title(c: dict) -> str:
-    """The column and what the command overrode, of a run's settings."""
-    dataset, column, *words = c["name"].split("_")
-    return ", ".join([TITLES[column], *words, *["CIFAR-100"] * (dataset == "cifar100")])
-
-
-def plot_accuracy(runs: list[dict]) -> Figure:
-    """While training, and at the end: n networks voting, and n networks averaged into one."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for run in runs:
-        c, log, colour = run["settings"], run["log"], COLOURS[run["settings"]["column"]]
-        millions = [row["step"] * c["networks"] * c["images"] / 1e6 for row in log]
-        left.plot(millions, [100 * row["val_vote"] for row in log], color=colour, label=title(c))
-        curves = {"o-": run["test"]["vote"], "s:": run["averaged"], "x": PAPER.get(c["name"], {})}
-        for style, curve in curves.items():
-            accs = [100 * acc for acc in curve.values()]
-            right.plot([int(n) for n in curve], accs, style, color=colour, markersize=5)
-    for style, label in ("o-", "vote of n"), ("s:", "ONE network: n averaged"), ("x", "paper's"):
-        right.plot([], [], style, color="black", label=label)
-    left.set(xlabel="training images (millions)", ylabel="validation accuracy (%)")
-    left.set(title="vote of ten, or of the networks of SGD")
-    right.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title="at the end")
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+def plot_fronts(runs: list[dict]) -> Figure:
+    """Is diversity worth its price? One network against a vote of ten, on validation images; runs
+    that differ in lam alone are joined. Dotted: Gaussian noise around the mean of (c+)."""
+    figure, fronts = Figure(figsize=(8, 5), layout="constrained"), {}
+    ax = figure.subplots()
+    for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
+        c, val = run["settings"], run["networks"]["sampled"]["val"]
+        same = str([value for key, value in c.items() if key not in ("lam", "name")])
+        votes = [val[n] for n in ("vote 1", "vote 5", "vote 10") if n in val]  # (a) has one
+        fronts.setdefault(same, []).append((100 * votes[0], 100 * votes[-1], c))
+    for front in fronts.values():
+        one, ten, (*_, c) = zip(*front)
+        ax.plot(one, ten, "o-", color=COLOURS[c["column"]], label=c["name"])
+        for x, y, c in front if len(front) > 1 else []:
+            ax.annotate(f" {c['lam']:g}", (x, y))
+    limits = ax.axis()
+    for run in (run for run in runs if run["settings"]["column"] == "c+"):
+        one, ten, _ = zip(*sorted(run["null"]))
+        ax.plot([100 * acc for acc in one], [100 * acc for acc in ten], ":", color=COLOURS["c+"])
+    ax.axis(limits)
+    for column, (one, ten) in PAPER.items():  # on test images
+        ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
+    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; numbers: lam")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def table(runs: list[dict]) -> str:
-    head = ["", "paper", "one network", "vote of 10", "vote of 100", "disagree", "NLL: one, ten"]
-    rows = [head, ["---"] * 7]
+    """Markdown; votes in percent. Seeds of a run share a row: mean ± standard deviation."""
+    groups, tables = {}, []
     for run in runs:
-        c, test = run["settings"], run["test"]
-        paper = [f"{100 * acc:.2f} %" for acc in PAPER.get(c["name"], {}).values()]
-        accs = [test["vote"].get(n) for n in ("1", "10", "100")] + [test["disagreement"]]
-        nlls = [f"{test['nll'][n]:.3f}" for n in ("1", "10") if n in test["nll"]]
-        cells = [f"{100 * acc:.2f} %" if acc else "" for acc in accs]
-        rows.append([title(c), ", ".join(paper), *cells, ", ".join(nlls)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        name = "_".join(w for w in run["settings"]["name"].split("_") if w[:4] != "seed")
+        for kind, result in run["networks"].items():
+            groups.setdefault(f"{name}: {kind}", []).append(result["test"])
+    votes = ["vote 1", "vote 5", "vote 10", "vote 100", "disagreement"]
+    others = [f"{name} {n}" for name in ("nll", "calibration", "auroc") for n in (1, 10)]
+    for unit, keys in (100, votes), (1, others):
+        lines = [["", *keys], ["---"] * (1 + len(keys))]
+        for name, tests in groups.items():
+            lines.append([name])
+            for key in keys:
+                values = unit * torch.tensor([test[key] for test in tests if key in test])
+                spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
+                lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
-def provenance(argv: list[str], device: str) -> dict:
-    command = " ".join(["python", f"{NAME}.py", *argv])
-    git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
-    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    hardware = torch.cuda.get_device_name() if device == "cuda" else cpu
-    return dict(
-        command=command,
-        commit=subprocess.getoutput(git),
-        hardware=hardware,
-        torch=torch.__version__,
-    )
-
-
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    data = None
+    data, folder = None, Path(__file__).parent
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
         file = args.out / c.name / "metrics.json"
         if file.exists():
@@ -520,17 +502,17 @@ def main(argv: list[str] | None = None) -> list[dict]:
         checkpoint = file.with_name("checkpoint.pt")
         train(c, data, checkpoint)
         record, begun = read(checkpoint), time.perf_counter()
-        run = dict(settings=vars(c), log=record["log"]) | provenance(argv, args.device)
-        run |= analyse(load(checkpoint, args.device), c, data)
+        run = dict(settings=vars(c), command=" ".join(["python", f"{NAME}.py", *argv]))
+        run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
+        run |= dict(hardware=args.device, threads=torch.get_num_threads(), torch=torch.__version__)
+        run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
         run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
-        os.replace(file.with_suffix(".new"), file)
+        file.with_suffix(".new").replace(file)
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
-    if not runs:
-        sys.exit(f"no finished run in {args.out}")
-    plot_accuracy(runs).savefig(args.out / "accuracy.png", dpi=150)
-    print(table(runs), f"\nfigure: {args.out / 'accuracy.png'}", sep="\n")
+    plot_fronts(runs).savefig(args.out / "fronts.png", dpi=150)
+    print(table(runs), f"\nfigure: {args.out / 'fronts.png'}", sep="\n")
     return runs
 
 

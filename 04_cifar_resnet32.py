@@ -2,13 +2,12 @@
 
     loss = lam * E_z[cross-entropy of T(x; G(z))] - H[answers of T(.; G(z)) to shared images]
 
-Section "CIFAR-10" of the paper, the ResNet-32 row of its table, and distillation. New against
-LeNet: identity skips in G, one generator for all layers of a stage, and batch norm in the target
-network: moments of its batch in training, then one pass over training images to give a generated
-(or averaged) network its own. Several GPUs share the networks of a step.
+Section "CIFAR-10" of the paper, ResNet-32, and distillation. New against LeNet: skips inside G, one
+generator for all layers of a stage, and batch norm in the target network: moments of its batch in
+training, then a pass over training images for its own. Several GPUs share the networks of a step.
 
     python 04_cifar_resnet32.py --quick        # all columns in minutes: does it run?
-    python 04_cifar_resnet32.py --columns c    # one column: two hours on one CPU core
+    python 04_cifar_resnet32.py --columns c+   # one column: three hours on one CPU core
     torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
 """
 
@@ -17,7 +16,6 @@ import functools
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -38,28 +36,28 @@ from common import batch_norm, conv2d, each_network, knn_entropy, linear
 
 NAME = "04_cifar_resnet32"
 CLASSES = dict(cifar10=10, cifar100=100)
-# The documented runs, by column of the paper's table. (a) and (b) train `networks` by SGD, (c) and
-# (d) the paper's hypernetwork by Adam. `shared` of the `images` of a step are the same for all its
-# networks; diversity has its full weight after the share `ramp` of the steps.
-SGD = dict(steps=23_400, lr=0.05, networks=1, images=64, shared=0, lam=1.0, ramp=0.0, start=None)
-HYPERNET = dict(steps=3900, lr=1e-4, networks=4, images=64, shared=16, lam=5e3, ramp=0.5)
-HYPERNET |= dict(start="copies", means=0, tested=20, averaged=10_000)
-ALL = dict(
-    diversity="none", crop=4, seed=0, amp=False, rows=15, tested=10, averaged=0, moments=5000
-)
-RECIPES = dict(
-    a=ALL | SGD,
-    b=ALL | SGD | dict(lr=0.005),  # one chain, ten networks
-    c=ALL | HYPERNET,
-    d=ALL | HYPERNET | dict(diversity="outputs"),
-)
+# The documented runs, by column. (a), (b) train `networks` by SGD; (c), (d) the paper's G by Adam;
+# the others learn a mean by SGD, at the rate `lr`, and deviations by Adam, at the rate `adam`.
+# `shared` of the `images` of a step are the same for all its networks; diversity has its full
+# weight after the share `ramp` of the steps.
+SGD = dict(steps=23_400, lr=0.05, networks=1, images=64, shared=0, crop=4, lam=1.0, ramp=0.5)
+SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, amp=False, diversity="none", seed=0)
+SGD |= dict(rows=15, tested=10, averaged=0, moments=5000)
+PAPERS = SGD | dict(steps=3900, lr=1e-4, networks=4, shared=16, lam=5e3)
+PAPERS |= dict(codes=[16, 16, 32, 64, 1], tested=20, averaged=10_000)
+AROUND = PAPERS | dict(steps=23_400, lr=0.05, networks=2, images=32, means=1, scale=0.1, adam=1e-4)
+RECIPES = {
+    "a": SGD,
+    "b": SGD | dict(lr=0.005),  # one chain, ten networks
+    "c": PAPERS,
+    "d": PAPERS | dict(diversity="outputs"),
+    "c+": AROUND,
+    "d+": AROUND | dict(diversity="outputs", lam=2e4),
+}
 QUICK = dict(steps=20, images=16, rows=2, tested=10, averaged=20, moments=200)  # at most
-TITLES = dict(a="(a) SGD", b="(b) SGD chain", c="(c) no diversity", d="(d) diversity")
-# Accuracy of one network and of a vote of ten in the paper, by the name of our run.
-PAPER = dict(cifar10_a={"1": 0.9357}, cifar10_b={"1": 0.9103, "10": 0.9496})
-PAPER |= dict(cifar10_c={"1": 0.8820, "10": 0.8826}, cifar10_d={"1": 0.8361, "10": 0.9037})
-COLOURS = dict(a="black", b="grey", c="C0", d="C1")
-SIZES = [1, 2, 5, 10, 20, 100, 1000, 10000]  # of ensembles and averages
+PAPER = dict(b=(0.9103, 0.9496), c=(0.8820, 0.8826), d=(0.8361, 0.9037))  # one network, ten
+COLOURS = dict(a="black", b="grey", c="C0", d="C1") | {"c+": "navy", "d+": "C3"}
+SIZES = [1, 2, 5, 10, 20]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
@@ -69,105 +67,95 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--columns", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="of the table")
+    add("--columns", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="all or some")
     add("--dataset", choices=list(CLASSES), default="cifar10", help="cifar10 unless given")
     add("--steps", type=int, help="of training; the recipe's unless given, as all that follow")
-    add("--lr", type=float, help="rate of SGD (a, b) or of Adam (c, d)")
+    add("--lr", type=float, help="rate of SGD, or of Adam in columns without SGD")
     add("--lam", type=float, help="weight of accuracy against diversity")
     add("--networks", type=int, help="in a step, on all GPUs together: samples of z, or chains")
     add("--images", type=int, help="in a step, for each network")
     add("--seed", type=int, help="of all random numbers of training")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--amp", action="store_true", default=None, help="target networks in bfloat16")
-    add("--device", choices=["cpu", "cuda"], default=device, help=f"here: {device}")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0], help=f"here: {devices[0]}")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without CIFAR")
     add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
     add("--quick", action="store_true", help=f"small costs, at most {QUICK}")
     args = parser.parse_args(argv)
-    for name in ("steps", "lr", "lam", "networks", "images"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"argument --{name}: {value} is not a positive number")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
     args.runs = [settings(args, column) for column in args.columns]
-    if any(c.diversity != "none" and c.networks < 2 for c in args.runs):
-        parser.error("diversity needs at least 2 --networks in a step")
+    for c in args.runs:
+        if not all(0 < v < math.inf for v in (c.steps, c.lr, c.lam, c.networks, c.images)):
+            parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
+        if c.networks % RANKS or (c.diversity != "none" and c.networks < 2):
+            parser.error(f"--networks: diversity needs 2, {RANKS} processes a multiple of {RANKS}")
     return args
 
 
 def settings(args: argparse.Namespace, column: str) -> argparse.Namespace:
     """A column's recipe with what the command overrides; its name says so."""
-    flags = ("steps", "lr", "lam", "networks", "images", "seed", "amp")
-    given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
-    recipe = RECIPES[column]
+    recipe, dataset, fake = RECIPES[column], args.dataset, args.fake_data
     quick = {name: min(most, recipe[name]) for name, most in QUICK.items() if args.quick}
+    given = {name: v for name, v in vars(args).items() if name in recipe and v is not None}
     words = [v if isinstance(v, str) else f"{name}{v:.12g}" for name, v in given.items()]
-    words += ["quick"] * args.quick + ["fake"] * args.fake_data
-    c = argparse.Namespace(script=NAME, column=column, **recipe | quick | given)
-    c.dataset, c.fake_data = args.dataset, args.fake_data
-    c.means = c.means if c.start else c.networks
-    c.name = "_".join([args.dataset, column, *words])
-    return c
+    name = "_".join([dataset, column, *words, *["quick"] * args.quick, *["fake"] * fake])
+    c = dict(script=NAME, name=name, column=column, dataset=dataset, fake_data=fake)
+    c |= recipe | quick | given
+    return argparse.Namespace(**c | dict(means=c["means"] if c["codes"] else c["networks"]))
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
-    """Normalised images (B, 3, 32, 32), channels last, and labels (B,) of the splits train, val and
-    test, all on the training device: 45,000, 5,000 and 10,000 of CIFAR."""
-    if args.fake_data:  # a smooth random pattern for each class, moved by two pixels, and noise
-        generator = torch.Generator().manual_seed(0)
-        patterns = torch.randn(CLASSES[args.dataset], 3, 6, 6, generator=generator)
-        patterns = F.interpolate(patterns, 32, mode="bicubic", align_corners=False)
-        y = torch.arange(len(patterns))
-        (x,), (y,) = draw(F.pad(patterns, [2] * 4), y, (1, 3000), 0, generator)
-        x = x.movedim(1, -1) + 0.5 * torch.randn(3000, 32, 32, 3, generator=generator)
-        (x, x_test), (y, y_test) = x.split([2500, 500]), y.split([2500, 500])
-    else:
+    """Normalised images (B, 3, 32, 32), channels last, and labels (B,), on the training device."""
+    splits = {}
+    if RANK > 0 and not args.fake_data:
+        dist.barrier()  # until the first process has downloaded
+    for name in ("train", "test"):
+        if args.fake_data:  # a smooth random pattern for each class, and noise
+            generator = torch.Generator().manual_seed(CLASSES[args.dataset])
+            patterns = torch.randn(CLASSES[args.dataset], 3, 6, 6, generator=generator)
+            y = torch.randint(len(patterns), (3000,), generator=generator)
+            x = F.interpolate(patterns, 32, mode="bicubic")[y].movedim(1, -1)
+            x = x + 0.5 * torch.randn(x.shape, generator=generator)
+            splits[name] = (x[500:], y[500:]) if name == "train" else (x[:500], y[:500])
+            continue
         cifar = dict(cifar10=datasets.CIFAR10, cifar100=datasets.CIFAR100)[args.dataset]
         try:
-            if RANK > 0:
-                dist.barrier()  # until the first process has downloaded
-            train, test = (cifar(args.data, train=t, download=True) for t in (True, False))
-            if RANK == 0 and RANKS > 1:
-                dist.barrier()
+            split = cifar(args.data, train=name == "train", download=True)
         except Exception as error:
             remedy = f"unpack {cifar.filename} in {args.data}, or try the code with --fake-data"
             sys.exit(f"no {args.dataset} and no download ({type(error).__name__}): {remedy}")
-        x, x_test = (torch.from_numpy(split.data).float() for split in (train, test))
-        y, y_test = (torch.tensor(split.targets) for split in (train, test))
-    mean, std = x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
-    x, x_test = (part.sub_(mean).div_(std).contiguous() for part in (x, x_test))
-    x, x_test = x.permute(0, 3, 1, 2), x_test.permute(0, 3, 1, 2)
-    n, most = len(x) // 10, 1000 if args.quick else None  # images of the smaller splits
-    splits = dict(train=(x[n:], y[n:]), val=(x[:n][:most], y[:n][:most]))
-    splits["test"] = (x_test[:most], y_test[:most])
-    return {k: (x.to(args.device), y.to(args.device)) for k, (x, y) in splits.items()}
+        splits[name] = torch.from_numpy(split.data).float(), torch.tensor(split.targets)
+    if RANK == 0 and RANKS > 1 and not args.fake_data:
+        dist.barrier()
+    x, y = splits["train"]
+    n, mean, std = len(x) // 10, x.mean(dim=(0, 1, 2)), x.std(dim=(0, 1, 2))  # of each colour
+    splits |= dict(train=(x[n:], y[n:]), val=(x[:n], y[:n]))
+    for name, (x, y) in splits.items():
+        most = 1000 if args.quick and name != "train" else None
+        x = ((x[:most] - mean) / std).contiguous().permute(0, 3, 1, 2)
+        splits[name] = x.to(args.device), y[:most].to(args.device)
+    return splits
 
 
 def draw(padded: Tensor, y: Tensor, shape: tuple, shared: int, generator) -> tuple[Tensor, Tensor]:
     """Random crops (N, B, 3, 32, 32) of padded images, and labels (N, B). The first `shared` are
     the same for all networks, to compare their answers; the rest differ, as in the paper."""
     crops = padded.unfold(2, 32, 1).unfold(3, 32, 1)  # a view: all s * s crops of each image
-    index, row, column = (
-        torch.randint(n, shape, device=y.device, generator=generator)
-        for n in (len(crops), *crops.shape[2:4])
-    )
-    for choice in (index, row, column):
+    sizes = len(crops), *crops.shape[2:4]
+    choices = [torch.randint(n, shape, device=y.device, generator=generator) for n in sizes]
+    for choice in choices:
         choice[1:, :shared] = choice[0, :shared]
-    return crops[index, :, row, column], y[index]
+    return crops[choices[0], :, choices[1], choices[2]], y[choices[0]]
 
 
 # ---- Target network ------------------------------------------------------------------------------
-
 BLOCKS = 5  # in a stage, of two convolutions each: 1 + 3 * 5 * 2 + 1 = 32 layers, and 2 projections
 STAGES = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]  # channels in, filters, stride of the first block
 
 
 def target_shapes(classes: int) -> list[list[tuple[int, int]]]:
-    """(F, K + 2) of the convolutions, gamma and beta last, in the order of their use, a list for
-    the stem and for each stage; then (classes, 65) of the last layer."""
+    """(F, K + 2), gamma and beta last, of the layers of the stem, of each stage; the last layer."""
     groups = [[(16, 27 + 2)]]
     for channels, filters, stride in STAGES:
         fans = [channels] * (stride > 1) + [9 * channels] + [9 * filters] * (2 * BLOCKS - 1)
@@ -225,8 +213,7 @@ class Skip(nn.Sequential):
 
 
 def mlp(fan_in: int, width: int, fan_out: int) -> nn.Sequential:
-    """Linear layers without biases, leaky ReLU between them, the identity added around the square
-    one in the middle; output as large as the input."""
+    """As in 03, with the identity added around the square layer in the middle."""
     sizes = (fan_in, width), (width, width), (width, fan_out)
     first, middle, last = (nn.Linear(*size, bias=False) for size in sizes)
     for layer, variance in (first, 2 / fan_in), (middle, 1 / width), (last, 0.5 / width):
@@ -246,29 +233,23 @@ class Hypernetwork(nn.Module):
 
     noise_size, code_size = 500, 8
 
-    def __init__(self, shapes, codes, means: int = 0, start: str = "copies", scale: float = 0.1):
+    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1):
         super().__init__()
-        self.shapes, self.codes, self.scale = shapes, codes, scale
+        self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
         self.means = nn.ParameterList(
             torch.randn(means, f, k) * (2 / k) ** 0.5 for g in shapes for f, k in g if means
         )
         if codes:
-            width = self.code_size * sum(codes)
-            self.extractor = mlp(self.noise_size, 1000, width)
-            self.generators = nn.ModuleList(
-                mlp(self.code_size, 800, sum(f * k for f, k in group) // n)
-                for group, n in zip(shapes, codes)
-            )
-            self.bias = nn.Parameter(torch.zeros(1, width), start != "random")
-            if start == "copies":
-                nn.init.normal_(self.bias)
-                self.extractor[-1].weight.data *= 0.2
+            outputs = [sum(f * k for f, k in group) // n for group, n in zip(shapes, codes)]
+            self.generators = nn.ModuleList(mlp(width, 800, n) for n in outputs)
+            self.extractor = mlp(self.noise_size, 1000, width * sum(codes))
+            self.extractor[-1].weight.data *= 0.2
+            self.bias = nn.Parameter(torch.randn(1, width * sum(codes)))
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        device = next(self.parameters()).device
         if not self.codes:  # the numbers of its networks
-            return torch.arange(len(self.means[0]), device=device)
-        return torch.randn(n, self.noise_size, device=device, generator=generator)
+            return torch.arange(len(self.means[0]), device=self.means[0].device)
+        return torch.randn(n, self.noise_size, device=self.bias.device, generator=generator)
 
     def generate(self, codes: Tensor) -> list[Tensor]:
         """W: codes (N, C) -> weights of N networks."""
@@ -276,8 +257,7 @@ class Hypernetwork(nn.Module):
         theta = []
         for generator, code, group in zip(self.generators, codes, self.shapes):
             sizes = [f * k // code.shape[1] for f, k in group]
-            parts = generator(code).split(sizes, dim=-1)  # (N, codes, weights) of each layer
-            # The factor, the usual size of a weight with fan-in K: as in 03.
+            parts = generator(code).split(sizes, dim=-1)  # (N, codes, weights); factor: see 03
             theta += [p.reshape(len(p), f, k) * (2 / k) ** 0.5 for p, (f, k) in zip(parts, group)]
         return theta
 
@@ -293,12 +273,12 @@ class Hypernetwork(nn.Module):
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
-    shapes, codes = target_shapes(CLASSES[c.dataset]), [16, 16, 32, 64, 1] if c.start else None
-    model = Hypernetwork(shapes, codes, c.means, c.start).to(device)
+    shapes = target_shapes(CLASSES[c.dataset])
+    model = Hypernetwork(shapes, c.codes, c.means, c.scale).to(device)
     rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
     sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
-    optimizers += [torch.optim.Adam(rest, c.lr, fused=True)] if c.start else []
+    optimizers += [torch.optim.Adam(rest, c.adam or c.lr, fused=True)] if c.codes else []
     return model, optimizers
 
 
@@ -322,16 +302,6 @@ def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) 
     return loss, loss_acc, entropy, acc
 
 
-def rate_factor(c: argparse.Namespace, step: int) -> float:
-    """A step's share of the learning rate: a short rise, then a linear fall to 0."""
-    warm_up = min(200, c.steps // 5 + 1)
-    if c.column != "b":
-        return min((step + 1) / warm_up, (c.steps - step) / max(1, c.steps - warm_up))
-    # Paper: (b) has a constant rate. Here: only in the second half, where networks are taken; it
-    # falls from 10 * lr in the first, or the chain would be far from converged, or noisy.
-    return min(10 * (step + 1) / warm_up, max(1, 10 - 18 * step / c.steps))
-
-
 def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     """Train one column, or go on where a stopped run stood. What it leaves behind is the file."""
     x, y = data["train"]
@@ -345,7 +315,6 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         for optimizer, state in zip(optimizers, record["optimizers"]):
             optimizer.load_state_dict(state)
     parallel = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
-
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks in all from the second half of its chains, the last ones among them.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
@@ -365,12 +334,15 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         model.zero_grad()
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
         (loss / c.lam * max(1, c.means)).backward()
-        spread = optimizers[-1].param_groups[0]["params"] if c.start else []
+        spread = optimizers[-1].param_groups[0]["params"] if c.codes else []
         norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
+        # Rates rise, then fall to 0. Paper: (b)'s is constant. Here: in the second half, where its
+        # networks are taken; before, it falls from 10 * lr, or they would be far from converged.
+        rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
+        rate = min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
         for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate_factor(c, step)
+            optimizer.param_groups[0]["lr"] = rate * optimizer.defaults["lr"]
             optimizer.step()
-
         done = step + 1
         if c.column == "b" and done in taken:
             record["chain"].append([mean.detach().cpu().clone() for mean in model.means])
@@ -380,15 +352,21 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
             row = dict(step=done) | {name: value.item() for name, value in row.items()}
             if not all(map(math.isfinite, row.values())):
                 sys.exit(f"step {done}: the loss is not finite; try a smaller --lr")
-            if logging:
-                row |= validate(model, data)
+            if logging:  # ten networks, from the same z every time, or those of SGD
+                theta = sample(model, 10, torch.Generator(y.device).manual_seed(VALIDATION))
+                x_val, y_val = (part[:1000] for part in data["val"])  # more would cost too much
+                row |= evaluate(predict(recalibrate(theta, x[:500]), x_val), y_val)
+                if c.codes and c.means:
+                    offsets = [(a - b)[0] for a, b in zip(theta, model.means)]  # of the first
+                    offset, middle = map(nn.utils.parameters_to_vector, (offsets, model.means))
+                    row["deviation"] = (offset.norm() / middle.norm()).item()
                 record["log"].append(row)
-                bar.set_postfix(val_one=f"{row['val_one']:.3f}", refresh=False)
+                bar.set_postfix({"vote 1": row["vote 1"]}, refresh=False)
             saved = time.perf_counter()
             record |= dict(step=done, seconds=saved - begun, model=model.state_dict())
             record["optimizers"] = [o.state_dict() for o in optimizers if done < c.steps]
             torch.save(record, file.with_suffix(".new"))  # a killed run never leaves half a file
-            os.replace(file.with_suffix(".new"), file)
+            file.with_suffix(".new").replace(file)
 
 
 def read(file: Path, c: argparse.Namespace | None = None) -> dict:
@@ -425,9 +403,8 @@ def sample(model: nn.Module, n: int, generator: torch.Generator | None = None) -
 
 @torch.no_grad()
 def predict(theta: list[Tensor], x: Tensor) -> Tensor:
-    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32), few at a time
-    so that the activations stay small: on the CPU a network runs alone, elsewhere all together."""
-    n = len(theta[0])
+    """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32)."""
+    n = len(theta[0])  # on the CPU a network runs alone, elsewhere all together: images in memory
     portions = x.split(250 if x.device.type == "cpu" else max(1, 10_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
@@ -440,132 +417,95 @@ def majority(votes: Tensor) -> Tensor:
 
 def disagreement(votes: Tensor) -> float:
     """How often two different networks of (N, B) votes give different answers, over all pairs."""
-    n = len(votes)
-    same = sum((votes == vote).float().mean() for vote in votes)  # pairs with itself included
-    return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
-
-
-def ensemble(probabilities: Tensor, y: Tensor) -> Tensor:
-    """Of N networks' (N, B, classes): accuracy of their vote; negative log-likelihood of their mean
-    probability, and its calibration error, in 15 bins of confidence weighted by their images."""
-    acc = (majority(probabilities.argmax(dim=-1)) == y).float().mean()
-    mean = probabilities.mean(dim=0)
-    confidence, predicted = mean.max(dim=-1)
-    bins = (confidence * 15).long().clamp(max=14)
-    gaps = confidence.new_zeros(15).index_add(0, bins, confidence - (predicted == y).float())
-    return torch.stack([acc, F.nll_loss(mean.clamp_min(1e-12).log(), y), gaps.abs().sum() / len(y)])
+    return (sum((votes != v).float().mean() for v in votes) / max(1, len(votes) - 1)).item()
 
 
 def evaluate(probabilities: Tensor, y: Tensor) -> dict:
-    """How often two of N networks disagree, and means over ensembles of 1, 2, 5, ... of them."""
+    """How often N networks (N, B, classes) disagree. For 1, 2, 5, ...: vote, NLL, calibration."""
     n = len(probabilities)
     result = dict(networks=n, disagreement=disagreement(probabilities.argmax(dim=-1)))
-    result |= dict(vote={}, nll={}, calibration_error={})
     for size in (size for size in SIZES if size <= n):
-        groups = probabilities.split(size)[: n // size]  # no network in two ensembles
-        numbers = torch.stack([ensemble(group, y) for group in groups]).mean(dim=0)
-        for name, number in zip(("vote", "nll", "calibration_error"), numbers.tolist()):
-            result[name][str(size)] = number
+        groups = probabilities[: n - n % size].unflatten(0, (-1, size))  # no network in two
+        hits = torch.stack([majority(group.argmax(dim=-1)) == y for group in groups])
+        result[f"vote {size}"] = hits.float().mean().item()
+        mean = groups.mean(dim=1)  # (groups, B, classes)
+        logs = mean.clamp_min(1e-12).log().flatten(0, 1)
+        result[f"nll {size}"] = F.nll_loss(logs, y.repeat(len(mean))).item()
+        confidence, predicted = mean.max(dim=-1)
+        bins = F.one_hot((15 * confidence).long().clamp(max=14), 15)  # (groups, B, 15)
+        gaps = (bins * (confidence - (predicted == y).float())[..., None]).mean(dim=1)
+        result[f"calibration {size}"] = gaps.abs().sum(dim=1).mean().item()
     return result
-
-
-def validate(model: nn.Module, data: dict) -> dict:
-    """Ten networks of a hypernetwork, from the same z every time, or those of SGD."""
-    x, y = (part[:1000] for part in data["val"])  # more would cost too much on a CPU
-    theta = sample(model, 10, torch.Generator(x.device).manual_seed(VALIDATION))
-    theta = recalibrate(theta, data["train"][0][:500])
-    result = evaluate(predict(theta, x), y)
-    votes = list(result["vote"].values())
-    return dict(val_one=votes[0], val_vote=votes[-1], val_nll=result["nll"]["1"])
 
 
 @torch.no_grad()
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
-    """Networks of the same z, tested one by one, voting, and averaged into one (distillation)."""
-    x, y = data["test"]
+    """Networks of z, the weights of n of them averaged (distillation), and a learned mean alone."""
+    y, images = data["test"][1], data["train"][0][: c.moments]
     z = model.noise(max(c.tested, c.averaged), torch.Generator(y.device).manual_seed(TEST))
-    images = data["train"][0][: c.moments]
-    theta = recalibrate(model(z[: c.tested]), images)
-    result = dict(test=evaluate(predict(theta, x), y), averaged={})
-    result["val"] = evaluate(predict(theta, data["val"][0]), data["val"][1])  # for choices
-    mean, first = None, 0
-    for n in (n for n in SIZES if n <= c.averaged):
+    networks, results, average, first = dict(sampled=model(z[: c.tested])), {}, None, 0
+    for n in (n for n in (1, 10, 100, 10_000) if n <= c.averaged):
         for part in z[first:n].split(20):
             first += len(part)
             new = [filters.mean(dim=0, keepdim=True) for filters in model(part)]
-            mean = [a + (b - a) * len(part) / first for a, b in zip(mean or new, new)]
-        result["averaged"][str(n)] = ensemble(predict(recalibrate(mean, images), x), y)[0].item()
-    return result
+            average = [a + (b - a) * len(part) / first for a, b in zip(average or new, new)]
+        networks[f"average of {n}"] = average
+    if c.codes and c.means:
+        networks["mean alone"] = list(model.means)
+    for name, theta in networks.items():
+        theta = recalibrate(theta, images)
+        parts = {k: (predict(theta, data[k][0]), data[k][1]) for k in ("val", "test")}
+        results[name] = {k: evaluate(*part) for k, part in parts.items()}
+    return dict(networks=results)
 
 
-def title(c: dict) -> str:
-    """The column and what the command overrode, of a run's settings."""
-    dataset, column, *words = c["name"].split("_")
-    return ", ".join([TITLES[column], *words, *["CIFAR-100"] * (dataset == "cifar100")])
-
-
-def plot_accuracy(runs: list[dict]) -> Figure:
-    """While training, and at the end: n networks voting, and n networks averaged into one."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+def plot_fronts(runs: list[dict]) -> Figure:
+    """One network against a vote of ten, on validation images; crosses: the paper's, on test's."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    ax = figure.subplots()
     for run in runs:
-        c, log, colour = run["settings"], run["log"], COLOURS[run["settings"]["column"]]
-        millions = [row["step"] * c["networks"] * c["images"] / 1e6 for row in log]
-        left.plot(millions, [100 * row["val_vote"] for row in log], color=colour, label=title(c))
-        curves = {"o-": run["test"]["vote"], "s:": run["averaged"], "x": PAPER.get(c["name"], {})}
-        for style, curve in curves.items():
-            accs = [100 * acc for acc in curve.values()]
-            right.plot([int(n) for n in curve], accs, style, color=colour, markersize=5)
-    for style, label in ("o-", "vote of n"), ("s:", "ONE network: n averaged"), ("x", "paper's"):
-        right.plot([], [], style, color="black", label=label)
-    left.set(xlabel="training images (millions)", ylabel="validation accuracy (%)")
-    left.set(title="vote of ten, or of the networks of SGD")
-    right.set(xscale="log", xlabel="networks n", ylabel="test accuracy (%)", title="at the end")
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        c, val = run["settings"], run["networks"]["sampled"]["val"]
+        ten = val.get("vote 10", val["vote 1"])
+        ax.plot(100 * val["vote 1"], 100 * ten, "o", color=COLOURS[c["column"]], label=c["name"])
+    for column, (one, ten) in PAPER.items():
+        ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
+    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def table(runs: list[dict]) -> str:
-    head = ["", "paper", "one network", "vote of 10", "vote of 20", "disagree", "NLL: one, ten"]
-    rows = [head, ["---"] * 7]
+    """Markdown; votes in percent. Seeds of a run share a row: mean ± standard deviation."""
+    groups, tables = {}, []
     for run in runs:
-        c, test = run["settings"], run["test"]
-        paper = [f"{100 * acc:.2f} %" for acc in PAPER.get(c["name"], {}).values()]
-        accs = [test["vote"].get(n) for n in ("1", "10", "20")] + [test["disagreement"]]
-        nlls = [f"{test['nll'][n]:.3f}" for n in ("1", "10") if n in test["nll"]]
-        cells = [f"{100 * acc:.2f} %" if acc else "" for acc in accs]
-        rows.append([title(c), ", ".join(paper), *cells, ", ".join(nlls)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        name = "_".join(w for w in run["settings"]["name"].split("_") if w[:4] != "seed")
+        for kind, result in run["networks"].items():
+            groups.setdefault(f"{name}: {kind}", []).append(result["test"])
+    votes = ["vote 1", "vote 10", "vote 20", "disagreement"]
+    others = [f"{name} {n}" for name in ("nll", "calibration") for n in (1, 10)]
+    for unit, keys in (100, votes), (1, others):
+        lines = [["", *keys], ["---"] * (1 + len(keys))]
+        for name, tests in groups.items():
+            lines.append([name])
+            for key in keys:
+                values = unit * torch.tensor([test[key] for test in tests if key in test])
+                spread = f" ± {values.std():.2g}" if len(values) > 1 else ""
+                lines[-1].append(f"{values.mean():.4g}{spread}" if len(values) else "")
+        tables.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(tables)
 
 
 # ---- Main ----------------------------------------------------------------------------------------
-def provenance(argv: list[str], device: str) -> dict:
-    start = "python" if RANKS == 1 else f"torchrun --nproc_per_node={RANKS}"
-    command = " ".join([start, f"{NAME}.py", *argv])
-    git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
-    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    hardware = torch.cuda.get_device_name() if device == "cuda" else cpu
-    return dict(
-        command=command,
-        commit=subprocess.getoutput(git),
-        hardware=hardware,
-        torch=torch.__version__,
-    )
-
-
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    if any(c.networks % RANKS for c in args.runs):
-        sys.exit(f"--networks: {RANKS} processes need a multiple of {RANKS} networks in a step")
     if RANKS > 1:  # started by torchrun
         if args.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(timeout=timedelta(days=1))  # others wait for rank 0's analyses
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
-    data = None
+    start = "python" if RANKS == 1 else f"torchrun --nproc_per_node={RANKS}"
+    data, folder = None, Path(__file__).parent
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
         file = args.out / c.name / "metrics.json"
         if file.exists():
@@ -575,23 +515,24 @@ def main(argv: list[str] | None = None) -> list[dict]:
         file.parent.mkdir(parents=True, exist_ok=True)
         checkpoint = file.with_name("checkpoint.pt")
         train(c, data, checkpoint)
-        if RANK == 0:
-            record, begun = read(checkpoint), time.perf_counter()
-            run = dict(settings=vars(c), log=record["log"]) | provenance(argv, args.device)
-            run |= analyse(load(checkpoint, args.device), c, data)
-            run["training_seconds"] = round(record["seconds"])
-            run["analysis_seconds"] = round(time.perf_counter() - begun)
-            file.with_suffix(".new").write_text(json.dumps(run, indent=1))
-            os.replace(file.with_suffix(".new"), file)
+        if RANK > 0:
+            continue
+        record, begun = read(checkpoint), time.perf_counter()
+        run = dict(settings=vars(c), command=" ".join([start, f"{NAME}.py", *argv]))
+        run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
+        run |= dict(hardware=args.device, threads=torch.get_num_threads(), torch=torch.__version__)
+        run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
+        run["training_seconds"] = round(record["seconds"])
+        run["analysis_seconds"] = round(time.perf_counter() - begun)
+        file.with_suffix(".new").write_text(json.dumps(run, indent=1))
+        file.with_suffix(".new").replace(file)
     if RANKS > 1:
         dist.destroy_process_group()
     if RANK > 0:
         return []
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
-    if not runs:
-        sys.exit(f"no finished run in {args.out}")
-    plot_accuracy(runs).savefig(args.out / "accuracy.png", dpi=150)
-    print(table(runs), f"\nfigure: {args.out / 'accuracy.png'}", sep="\n")
+    plot_fronts(runs).savefig(args.out / "fronts.png", dpi=150)
+    print(table(runs), f"\nfigure: {args.out / 'fronts.png'}", sep="\n")
     return runs
 
 

@@ -25,8 +25,8 @@ SMALL = "--quick --fake-data --device cpu"
 CASES = [
     ("02_mnist_hypernet", f"--runs hypernet --steps 300 --networks 4 --images 8 {SMALL}"),
     ("03_cifar_lenet", f"--columns b --steps 500 --images 4 {SMALL}"),
-    ("03_cifar_lenet", f"--columns d --steps 200 --networks 2 --images 4 {SMALL}"),
-    ("04_cifar_resnet32", f"--columns d --steps 100 --networks 2 --images 4 {SMALL}"),
+    ("03_cifar_lenet", f"--columns d+ --steps 200 --networks 2 --images 4 {SMALL}"),
+    ("04_cifar_resnet32", f"--columns d+ --steps 100 --networks 2 --images 4 {SMALL}"),
 ]
 # Saved twice a second, besides the rows of the log. One block in a stage of ResNet-32, few images.
 CHILD = """

@@ -32,8 +32,8 @@ MEASURES = ["outputs", "weights", "variance", "ensemble", "none"]
 def few_images(load_data, dataset: str) -> dict:
     args = dict(dataset=dataset, fake_data=True, quick=False, device="cpu")
     data = load_data(argparse.Namespace(**args))
-    numbers = dict(train=50, val=20, test=40)
-    return {split: (x[:n], y[:n]) for split, n in numbers.items() for x, y in [data[split]]}
+    numbers = dict(train=50, val=20, test=40, other=40)
+    return {split: (x[: numbers[split]], y[: numbers[split]]) for split, (x, y) in data.items()}
 
 
 def shrink(script, put) -> None:
@@ -43,8 +43,9 @@ def shrink(script, put) -> None:
         column: recipe | {k: min(v, recipe[k]) for k, v in tiny.items() if k in recipe}
         for column, recipe in script.RECIPES.items()
     }
-    for column in "cd":
-        recipes[column]["networks"] = 2
+    for recipe in recipes.values():
+        if recipe["codes"]:
+            recipe |= dict(networks=2, means=min(2, recipe["means"]))
     load_data, mlp = script.load_data, script.mlp
 
     def narrow(first, *hidden):
@@ -74,7 +75,7 @@ def small(lenet, monkeypatch):
 def settings(script, column: str, **changes) -> argparse.Namespace:
     (c,) = script.parse_args([*FAKE, "--columns", column]).runs
     vars(c).update(changes)
-    if c.start is None:
+    if c.codes is None:
         c.means = c.networks
     return c
 
@@ -91,6 +92,13 @@ def shapes_of(script, classes: int = 10) -> list[tuple[int, int]]:
 
 def model_of(script, column: str = "d", **changes):
     return script.make_model(settings(script, column, **changes), "cpu")[0]
+
+
+def spread_model(script):
+    """A hypernetwork whose networks have little in common."""
+    model = model_of(script)
+    model.extractor[-1].weight.data *= 10
+    return model
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -120,17 +128,15 @@ def parameters(module: nn.Module) -> int:
 def test_counts_of_the_paper(lenet):
     assert sum(f * k for f, k in shapes_of(lenet, 10)) == 62006
     assert sum(f * k for f, k in shapes_of(lenet, 100)) == 69656
-    hypernet = model_of(lenet, start="random")
+    hypernet = model_of(lenet)
     parts = [parameters(part) for part in (hypernet.extractor, *hypernet.generators)]
     assert parts == [290400, 193600, 223600, 323600, 4228800, 503200]
-    assert parameters(hypernet) == 5763200
-    assert parameters(model_of(lenet)) == 5763200 + 1152
-    hundred = model_of(lenet, dataset="cifar100")
-    assert parameters(hundred.generators[-1]) == 3563200
-    for m in (1, 3):
-        assert parameters(model_of(lenet, means=m)) == 5763200 + m * (62006 + 1152)
-    assert parameters(model_of(lenet, "a")) == 62006
-    assert parameters(model_of(lenet, "b")) == 5 * 62006
+    assert parameters(hypernet) == 5763200 + 1152
+    assert parameters(model_of(lenet, dataset="cifar100").generators[-1]) == 3563200
+    for column, m in ("c+", 1), ("d+", 1), ("e", 5):
+        assert parameters(model_of(lenet, column)) == 5763200 + m * (62006 + 1152)
+    for column, n in ("a", 1), ("b", 5), ("free", 5):
+        assert parameters(model_of(lenet, column)) == n * 62006
 
 
 @pytest.mark.parametrize("classes", [10, 100])
@@ -160,17 +166,15 @@ def test_target_network_is_lenet(lenet, classes):
             torch.testing.assert_close(filters.grad[n], grad, rtol=1e-3, atol=1e-4)
 
 
-def test_starts(lenet):
-    """Near-copies or not, of the usual size 2 / fan-in either way. Random codes share two thirds of
-    their direction after two layers of ReLU without biases."""
+def test_start(lenet):
+    """Near-copies, but not the same, of the usual size 2 / fan-in."""
     torch.manual_seed(0)
-    for start, low, high in ("copies", 0.9, 1.0), ("random", 0.0, 0.75):
-        theta = lenet.sample(model_of(lenet, start=start), 20)
-        size = theta[2].square().mean() * 400 / 2  # 120 filters, 400 inputs
-        assert 0.7 < size < 1.4  # 120 codes of eight numbers: 5 % of scatter, and a little slope
-        vectors = F.normalize(theta[2].flatten(1), dim=1)
-        likeness = (vectors @ vectors.T)[~torch.eye(20, dtype=torch.bool)].mean()
-        assert low < likeness < high
+    theta = lenet.sample(model_of(lenet), 20)
+    size = theta[2].square().mean() * 400 / 2  # 120 filters, 400 inputs
+    assert 0.7 < size < 1.4  # 120 codes of eight numbers: 5 % of scatter, and a little slope
+    vectors = F.normalize(theta[2].flatten(1), dim=1)
+    likeness = (vectors @ vectors.T)[~torch.eye(20, dtype=torch.bool)].mean()
+    assert 0.9 < likeness < 0.999
 
 
 def test_a_filter_comes_from_its_own_code(small):
@@ -206,7 +210,7 @@ def test_no_noise_gives_the_mean(monkeypatch, name, m):
     script = importlib.import_module(name)
     shrink(script, monkeypatch.setattr)
     torch.manual_seed(0)
-    model, middle = model_of(script, means=m), m // 2
+    model, middle = model_of(script, means=m, scale=0.1), m // 2
     z = torch.zeros(2, model.noise_size)
     z[1, 1:] = torch.randn(model.noise_size - 1)
     with torch.no_grad():
@@ -261,43 +265,60 @@ def test_means_train_as_free_networks(tmp_path, monkeypatch, name, column, netwo
     too much would move them by as much. Float32, whose rounding batch norm amplifies."""
     script = importlib.import_module(name)
     shrink(script, monkeypatch.setattr)
-    make_model, models = script.make_model, []
-
-    def without_deviation(*args):
-        model, optimizers = make_model(*args)
-        model.scale = 0.0
-        models.append(model)
-        return model, optimizers
-
-    monkeypatch.setattr(script, "make_model", without_deviation)
-    changes = dict(networks=networks, means=m, diversity="none", lam=70.0, steps=3, lr=0.01)
-    c, data = settings(script, column, **changes), data_of(script)
+    changes = dict(networks=networks, means=m, scale=0.0, diversity="none", lam=70.0, lr=0.01)
+    c, data = settings(script, column, **changes, steps=3), data_of(script)
     script.train(c, data, tmp_path / "checkpoint.pt")
     trained = saved(tmp_path / "checkpoint.pt")["model"]
     torch.manual_seed(10**6)  # as train() does for seed 0
-    start = [mean.detach() for mean in make_model(c, "cpu")[0].means]
+    model, _ = script.make_model(c, "cpu")
+    start = [mean.detach() for mean in model.means]
 
     x, y = data["train"]
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)
+    rates = dict(b=(10, 4, 1), d=(1, 2 / 3, 1 / 3))  # of three steps, the first is the warm-up
     for i in range(m):
         theta = [mean[i : i + 1].clone().requires_grad_() for mean in start]
         sgd = torch.optim.SGD(theta, c.lr, 0.9, weight_decay=5e-4, nesterov=True)
         for step in range(3):
             generator = torch.Generator().manual_seed(10**6 + 1 + step)
-            noise_of_a_step(script, models[0], networks, generator)  # drawn first
+            noise_of_a_step(script, model, networks, generator)  # drawn first
             batch = script.draw(padded, y, (networks, c.images), c.shared, generator)
             own = [part[i::m] for part in batch]  # network n has the mean n modulo M
             losses = [
                 F.cross_entropy(script.target_network(images[None], theta)[0], labels)
                 for images, labels in zip(*own)
             ]
-            sgd.param_groups[0]["lr"] = c.lr * script.rate_factor(c, step)
+            sgd.param_groups[0]["lr"] = c.lr * rates[column][step]
             sgd.zero_grad()
             (sum(losses) / len(losses)).backward()
             sgd.step()
         for k, alone in enumerate(theta):
             ours, moved = trained[f"means.{k}"][i : i + 1], alone - start[k][i : i + 1]
             torch.testing.assert_close(ours, alone, rtol=1e-3, atol=0.01 * moved.abs().max().item())
+
+
+def test_free_networks_are_a_mixture_without_deviation(small, tmp_path):
+    """Column `free` trains as (e) does with scale 0: the same images, the same loss, the same bits.
+    With the deviation, it does not."""
+    trained = []
+    for column, changes in ("free", {}), ("e", dict(scale=0.0)), ("e", dict(scale=0.5)):
+        c = settings(small, column, networks=4, means=4, **changes)
+        file = tmp_path / f"{len(trained)}.pt"
+        small.train(c, data_of(small), file)
+        trained.append([saved(file)["model"][f"means.{k}"] for k in range(5)])
+    assert all(torch.equal(a, b) for a, b in zip(trained[0], trained[1]))
+    assert not any(torch.equal(a, b) for a, b in zip(trained[0], trained[2]))
+
+
+def test_a_rate_for_each_optimizer(script):
+    """Means by SGD at `lr`, the rest by Adam at `adam`; Adam at `lr` where there are no means."""
+    optimizers = script.make_model(settings(script, "c+", lr=0.3, adam=0.4), "cpu")[1]
+    assert [o.defaults["lr"] for o in optimizers] == [0.3, 0.4]
+    numbers = [sum(p.numel() for p in o.param_groups[0]["params"]) for o in optimizers]
+    model = model_of(script, "c+")
+    assert numbers == [parameters(model.means), parameters(model) - parameters(model.means)]
+    (adam,) = script.make_model(settings(script, "c", lr=0.3), "cpu")[1]
+    assert isinstance(adam, torch.optim.Adam) and adam.defaults["lr"] == 0.3
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -359,25 +380,27 @@ def write_cifar(folder: Path, cifar, monkeypatch) -> dict:
 def test_real_data(lenet, resnet, monkeypatch, tmp_path, dataset):
     """torchvision's files against numpy: shapes, normalisation by all training images, split,
     labels, channels last. Float32: sums of 100,000 numbers."""
-    cifar = getattr(lenet.datasets, dataset.upper())
-    files = write_cifar(tmp_path, cifar, monkeypatch)
+    names = sorted(["CIFAR10", "CIFAR100"], key=dataset.upper().__ne__)  # its own first
+    files, others = (
+        write_cifar(tmp_path, getattr(lenet.datasets, name), monkeypatch) for name in names
+    )
+    files["other"] = others["test_list"]
     splits = {}
-    for name in ("train_list", "test_list"):
+    for name in files:
         pixels = np.concatenate([part for part, _ in files[name]]).reshape(-1, 3, 32, 32)
         labels = [label for _, part in files[name] for label in part]
         splits[name] = pixels.astype(np.float64), labels
     pixels, labels = splits["train_list"]
     mean, std = pixels.mean(axis=(0, 2, 3)), pixels.std(axis=(0, 2, 3), ddof=1)
     n = len(labels) // 10
-    expected = dict(
-        val=(pixels[:n], labels[:n]), train=(pixels[n:], labels[n:]), test=splits["test_list"]
-    )
+    expected = dict(val=(pixels[:n], labels[:n]), train=(pixels[n:], labels[n:]))
+    expected |= dict(test=splits["test_list"], other=splits["other"])
     for script in (lenet, resnet):
         argv = ["--dataset", dataset, "--data", str(tmp_path), "--device", "cpu"]
         data = script.load_data(script.parse_args(argv))
-        assert set(data) == set(expected)
-        for split, (pixels, labels) in expected.items():
-            x, y = data[split]
+        assert set(expected) - set(data) == ({"other"} if script is resnet else set())
+        for split, (x, y) in data.items():
+            pixels, labels = expected[split]
             assert x.dtype == torch.float32 and y.dtype == torch.int64
             assert x.is_contiguous(memory_format=torch.channels_last)
             pixels = (pixels - mean[:, None, None]) / std[:, None, None]
@@ -391,10 +414,11 @@ def test_made_up_data(lenet, dataset, classes):
     mean of its class much more often than chance."""
     args = lenet.parse_args([*FAKE, "--dataset", dataset])
     data = lenet.load_data(args)
-    assert [len(data[k][0]) for k in ("train", "val", "test")] == [2250, 250, 500]
+    sizes = {split: len(x) for split, (x, _) in data.items()}
+    assert sizes == dict(train=2250, val=250, test=500, other=500)
     x, y = data["train"]
     assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01  # val is a tenth of what was normalised
-    assert len(torch.cat([x for x, _ in data.values()]).sum(dim=(1, 2, 3)).unique()) > 2900
+    assert len(torch.cat([x for x, _ in data.values()]).sum(dim=(1, 2, 3)).unique()) > 3400
     means = torch.stack([x[y == k].mean(dim=0) for k in range(classes)])
     x, y = data["test"]
     nearest = torch.cdist(x.flatten(1), means.flatten(1)).argmin(dim=1)
@@ -409,8 +433,9 @@ def plain_diversity(kind, theta, probabilities, y):
     n = len(probabilities)
     vectors = torch.stack([torch.cat([t[i].flatten() for t in theta]) for i in range(n)])
     if kind == "ensemble":
+        own = sum(p[b, y[b]].log() for p in probabilities for b in range(len(y))) / n
         mean = sum(probabilities) / n
-        return 100 * sum(mean[b, y[b]].log() for b in range(len(y))) / len(y)
+        return 100 * (sum(mean[b, y[b]].log() for b in range(len(y))) - own) / len(y)
     if kind == "variance":
         mean = vectors.sum(dim=0) / n
         return 100 * ((vectors - mean) ** 2).sum() / (n - 1) / vectors.shape[1]
@@ -427,7 +452,7 @@ def test_objective(small, kind):
     shared. Float32: the entropy of weights is a difference of vectors of 62,006 numbers."""
     c = settings(small, "d", diversity=kind, shared=2, lam=70.0)
     torch.manual_seed(0)
-    model = model_of(small, start="random")
+    model = spread_model(small)
     x, y = torch.randn(3, 4, 3, 32, 32), torch.randint(10, (3, 4))
     x[:, :2], y[:, :2] = x[0, :2].clone(), y[0, :2].clone()
     z = model.noise(3)
@@ -446,94 +471,95 @@ def test_objective(small, kind):
     torch.testing.assert_close(loss, 70 * cross_entropy - 0.3 * expected, rtol=1e-4, atol=1e-3)
     hits = sum((logits[n].argmax(dim=1) == y[n]).sum().item() for n in range(3))
     assert acc.item() == pytest.approx(hits / 12)
+    c.decay = 0.01
+    decayed, *_ = small.training_step(model, z, x, y, c, ramp=0.3)
+    squares = sum((t[n] ** 2).sum() for t in theta for n in range(3)) / 3
+    torch.testing.assert_close(decayed - loss, 70 * 0.01 * squares, rtol=1e-3, atol=1e-3)
 
 
-def test_rate_factor(script):
-    """By hand: up to 1 in 200 steps and down to 0; (b) from 10 to 1 in the first half, then 1."""
-    c = settings(script, "d", steps=1000)
-    rates = [script.rate_factor(c, step) for step in range(1000)]
-    assert rates[0] == pytest.approx(1 / 200) and rates[99] == pytest.approx(1 / 2)
-    assert max(rates) == rates[199] == 1 and rates[-1] == pytest.approx(1 / 800)
-    c = settings(script, "b", steps=1000)
-    rates = [script.rate_factor(c, step) for step in range(1000)]
-    assert rates[0] == pytest.approx(10 / 200) and max(rates) < 10
-    assert rates[250] == pytest.approx(5.5) and rates[400] == pytest.approx(2.8)
-    assert set(rates[500:]) == {1}
-    for column, steps in (("d", 1), ("d", 2), ("b", 1), ("b", 3)):
-        c = settings(script, column, steps=steps)
-        assert all(0 < script.rate_factor(c, k) <= 10 for k in range(steps))
+class Stub(nn.Module):
+    """A model of one number a network that writes down the first number of each stream it gets."""
 
-
-class Recorder(nn.Module):
-    """A model of one number that writes down the first number of each stream it is given."""
-
-    def __init__(self, numbers: list):
+    def __init__(self, networks: int = 2):
         super().__init__()
-        self.weight, self.numbers = nn.Parameter(torch.zeros(())), numbers
-        self.first(torch.default_generator)  # what initialisation would draw
+        self.weight, self.numbers = nn.Parameter(torch.zeros(networks, 1)), []
+        self.means = [self.weight]
 
     def first(self, generator):
         self.numbers.append(torch.randint(2**62, (), generator=generator).item())
 
     def noise(self, n, generator=None, stratified=False):
         self.first(generator)
-        return torch.zeros(n, 1)
+        return torch.zeros(len(self.weight), 1)
 
-    def forward(self, z):
-        raise InterruptedError
+    def forward(self, z, deviate=True):
+        return []
+
+
+def train_stub(script, monkeypatch, model, c, file, data, training_step=None):
+    """train() around a stub, with nothing to draw and to validate; the rates of its steps."""
+    optimizer, rates = torch.optim.SGD([model.weight], 1.0), []
+    optimizer.step = lambda: rates.append(optimizer.param_groups[0]["lr"])
+    nothing = torch.zeros(len(model.weight), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "make_model", lambda *_: (model, [optimizer]))
+        step = training_step or (lambda *_: (model.weight.sum(), *torch.zeros(3)))
+        patch.setattr(script, "training_step", step)
+        patch.setattr(script, "draw", lambda *_: (nothing, nothing))
+        patch.setattr(script, "evaluate", lambda *_: {"vote 1": 0.0})
+        patch.setattr(script, "predict", lambda *_: None)
+        patch.setattr(script, "recalibrate", lambda *_: None, raising=False)
+        script.train(c, data, file)
+    return rates
+
+
+@pytest.mark.parametrize("column", ["a", "b"])
+def test_rates(script, tmp_path, monkeypatch, column):
+    """By hand: up to 1 in 200 steps and down to 0; (b) from 10 to 1 in the first half, then 1."""
+    c = settings(script, column, steps=1000, rows=1, networks=2)
+    file, data = tmp_path / "checkpoint.pt", data_of(script)
+    rates = train_stub(script, monkeypatch, Stub(), c, file, data)
+    if column == "a":
+        assert rates[0] == pytest.approx(1 / 200) and rates[99] == pytest.approx(1 / 2)
+        assert rates[500] == pytest.approx(1 / 2) and rates[-1] == pytest.approx(1 / 1000)
+    else:
+        assert rates[0] == pytest.approx(10 / 200) and max(rates) < 10
+        assert rates[250] == pytest.approx(5.5) and rates[400] == pytest.approx(2.8)
+        assert rates[500:] == [1] * 500
 
 
 def test_no_two_streams_of_random_numbers_are_the_same(script, tmp_path, monkeypatch):
-    """Initialisation and each of 1000 steps, for four seeds; validation; test; made-up images. Two
-    different streams of 62 bits agree with a chance of 1e-11."""
-    numbers, validate = [], script.validate
-
-    def make_model(c, device):
-        model = Recorder(numbers)
-        return model, [torch.optim.SGD(model.parameters(), 0.0)]
-
-    def training_step(model, *_):
-        return model.weight * 1, *torch.zeros(3)
-
-    monkeypatch.setattr(script, "make_model", make_model)
-    monkeypatch.setattr(script, "training_step", training_step)
-    monkeypatch.setattr(script, "draw", lambda *_: (torch.zeros(8, 1), torch.zeros(8, 1)))
-    monkeypatch.setattr(script, "validate", lambda *_: dict(val_one=0.0))
-    data = data_of(script)
+    """Each of 1000 steps, for four seeds; validation; test; made-up images. Two different streams
+    agree in 62 bits with a chance of 1e-11."""
+    data, numbers = data_of(script), []
     for seed in range(4):
-        c = settings(script, "d", steps=1000, rows=1, seed=seed)
-        script.train(c, data, tmp_path / f"{seed}.pt")
-    assert len(numbers) == 4 * 1001
-    model = Recorder([])
-    with pytest.raises(InterruptedError):
-        validate(model, data)
-    with pytest.raises(InterruptedError):
-        script.analyse(model, c, data)
-    model.first(torch.Generator().manual_seed(0))  # load_data's
-    numbers += model.numbers[1:]
+        c, model = settings(script, "a", steps=1000, rows=1, seed=seed), Stub(1)
+        torch.manual_seed(0)
+        train_stub(script, monkeypatch, model, c, tmp_path / f"{seed}.pt", data)
+        *steps, validation = model.numbers
+        model.numbers.clear()
+        model.first(torch.default_generator)  # what initialisation drew
+        numbers += steps + model.numbers
+    model.numbers.clear()
+    with pytest.raises(IndexError):  # no networks
+        script.analyse(model, settings(script, "a"), data)
+    model.first(torch.Generator().manual_seed(10))  # load_data's
+    numbers += [validation, *model.numbers]
     assert len(set(numbers)) == len(numbers) == 4 * 1001 + 3
 
 
 @pytest.mark.parametrize("steps, networks", [(20, 1), (40, 1), (1000, 2), (40, 5), (1235, 10)])
 def test_ten_networks_of_the_chains(script, tmp_path, monkeypatch, steps, networks):
     """From the second half, equally far apart, the last included, all chains at the same time."""
-    model = nn.Linear(1, 1, bias=False)
-    model.means, model.noise = model.parameters(), lambda *_, **__: torch.zeros(networks, 1)
-    seen = []
+    model = Stub(networks)
 
     def training_step(*_):
-        seen.append(None)
-        model.means = [torch.full((networks, 1), float(len(seen)))]  # the number of the step
+        model.weight.data += 1  # the number of the step
         return model.weight.sum(), *torch.zeros(3)
 
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    monkeypatch.setattr(script, "make_model", lambda *_: (model, [optimizer]))
-    monkeypatch.setattr(script, "training_step", training_step)
-    monkeypatch.setattr(script, "draw", lambda *_: (torch.zeros(networks, 1),) * 2)
-    monkeypatch.setattr(script, "validate", lambda *_: dict(val_one=0.0))
-    c = settings(script, "b", steps=steps, networks=networks, rows=1)
-    script.train(c, data_of(script), tmp_path / "checkpoint.pt")
-    taken = [int(theta[0][0, 0]) for theta in saved(tmp_path / "checkpoint.pt")["chain"]]
+    c, file = settings(script, "b", steps=steps, networks=networks, rows=1), tmp_path / "c.pt"
+    train_stub(script, monkeypatch, model, c, file, data_of(script), training_step)
+    taken = [int(theta[0][0, 0]) for theta in saved(file)["chain"]]
     assert len(taken) * networks == 10 and taken[-1] == steps and taken[0] > steps / 2
     assert len({b - a for a, b in zip(taken, taken[1:])}) <= 1
 
@@ -557,21 +583,38 @@ def test_networks_of_the_chains_are_tested(script, tmp_path):
     for n in range(10):
         logits = script.target_network(x[None], [t[n : n + 1] for t in theta])[0]
         accs.append((logits.argmax(dim=1) == y).float().mean().item())
-    assert run["test"]["networks"] == 10
-    assert run["test"]["vote"]["1"] == pytest.approx(sum(accs) / 10, abs=1e-6)
+    test = run["networks"]["sampled"]["test"]
+    assert test["networks"] == 10 and test["vote 1"] == pytest.approx(sum(accs) / 10, abs=1e-6)
 
 
-def test_it_learns(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize("column", ["d", "d+"])
+def test_it_learns(script, tmp_path, monkeypatch, column):
     """Made-up patterns, a short life: far above the 10 % of chance."""
     monkeypatch.undo()  # the real hypernetworks, more images
     if script.NAME == "04_cifar_resnet32":
         monkeypatch.setattr(script, "BLOCKS", 1)
     data = script.load_data(script.parse_args(FAKE))
-    data = {k: (x[:n], y[:n]) for (k, (x, y)), n in zip(data.items(), (150, 50, 50))}
-    c = settings(script, "d", steps=60, networks=2, images=16, rows=1, lr=3e-4)
+    sizes = dict(train=150, val=50, test=50)
+    data = {k: (data[k][0][:n], data[k][1][:n]) for k, n in sizes.items()}
+    changes = dict(lr=3e-4, lam=5e3) if column == "d" else dict(lr=0.03)
+    c = settings(script, column, steps=60, networks=2, images=16, rows=1, **changes)
     script.train(c, data, tmp_path / "checkpoint.pt")
     (row,) = saved(tmp_path / "checkpoint.pt")["log"]
-    assert row["val_one"] > 0.4
+    assert row["vote 1"] > 0.4
+    assert ("deviation" in row) == (column == "d+")
+
+
+def test_deviation_is_logged(script, tmp_path):
+    """|deviation| / |mean| of networks of the same z, from plain vectors; in 04 of the first."""
+    c, file = settings(script, "c+", rows=1), tmp_path / "checkpoint.pt"
+    script.train(c, data_of(script), file)
+    model, (row,) = script.load(file), saved(file)["log"]
+    theta = script.sample(model, 10, torch.Generator().manual_seed(script.VALIDATION))
+    theta = torch.cat([t.flatten(1) for t in theta], dim=1).double()
+    mean = torch.cat([t.flatten(1) for t in model.means], dim=1).double().detach()
+    theta = theta[:1] if script.NAME[1] == "4" else theta
+    expected = (theta - mean).square().sum() / len(theta) / mean.square().sum()
+    assert row["deviation"] == pytest.approx(expected.sqrt().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
@@ -583,7 +626,7 @@ def test_training_step_without_the_device(small, kind, device, means):
     c = settings(small, "d", diversity=kind, means=means)
     with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
         with torch.device(device):  # for the parameters; the step must find its device by itself
-            model = small.Hypernetwork(shapes_of(small), [6, 16, 120, 1, 1], means)
+            model = small.Hypernetwork(shapes_of(small), c.codes, means)
         padded = torch.rand(20, 3, 36, 36, device=device)
         y = torch.zeros(20, dtype=torch.long, device=device)
         batch = small.draw(padded, y, (4, 8), 2, generator=None)  # no device, no generator
@@ -619,24 +662,31 @@ def test_evaluation(script):
     torch.manual_seed(0)
     y = torch.randint(7, (60,))
     logits = 1.5 * torch.randn(23, 60, 7) + 2 * torch.randn(60, 7) + 2 * F.one_hot(y, 7)
-    probabilities = logits.softmax(dim=-1)
-    result = script.evaluate(probabilities, y)
+    probabilities, unknown = logits.softmax(dim=-1), torch.randn(23, 40, 7).softmax(dim=-1)
+    lenet = script.NAME == "03_cifar_lenet"
+    result = script.evaluate(probabilities, y, *[unknown] * lenet)
     networks, labels = probabilities.double().tolist(), y.tolist()
-    assert result["networks"] == 23
-    for name in ("vote", "nll", "calibration_error"):
-        assert list(result[name]) == ["1", "2", "5", "10", "20"]
-    for size in (1, 2, 5, 10, 20):
-        groups = [networks[i : i + size] for i in range(0, 23 - size + 1, size)]
-        numbers = [plain_ensemble(group, labels) for group in groups]
-        expected = [sum(column) / len(groups) for column in zip(*numbers)]
-        ours = [result[name][str(size)] for name in ("vote", "nll", "calibration_error")]
-        assert ours == pytest.approx(expected, rel=1e-4)
+    assert result.pop("networks") == 23
     votes = [[image.index(max(image)) for image in network] for network in networks]
     pairs = [(a, b) for i, a in enumerate(votes) for b in votes[:i]]
     different = sum(u != v for a, b in pairs for u, v in zip(a, b))
-    assert result["disagreement"] == pytest.approx(different / len(pairs) / 60, rel=1e-4)
+    assert result.pop("disagreement") == pytest.approx(different / len(pairs) / 60, rel=1e-4)
+    for size in (1, 2, 5, 10, 20):
+        groups = [range(i, i + size) for i in range(0, 23 - size + 1, size)]
+        numbers = [plain_ensemble([networks[i] for i in group], labels) for group in groups]
+        expected = [sum(column) / len(groups) for column in zip(*numbers)]
+        ours = [result.pop(f"{name} {size}") for name in ("vote", "nll", "calibration")]
+        assert ours == pytest.approx(expected, rel=1e-4)
+        if lenet:
+            means = [
+                [p[list(g)].double().mean(dim=0) for p in (probabilities, unknown)] for g in groups
+            ]
+            known_unknown = [[-(p * p.log()).sum(dim=1) for p in pair] for pair in means]
+            hits = [(b > a).item() for k, u in known_unknown for a in k for b in u]
+            assert result.pop(f"auroc {size}") == pytest.approx(sum(hits) / len(hits), abs=1e-3)
+    assert not result
     alone = script.evaluate(probabilities[:1], y)
-    assert alone["disagreement"] == 0 and list(alone["vote"]) == ["1"]
+    assert alone["disagreement"] == 0 and "vote 1" in alone and "vote 2" not in alone
 
 
 def test_votes_by_hand(script):
@@ -647,25 +697,10 @@ def test_votes_by_hand(script):
     assert script.disagreement(votes) == pytest.approx((2 + 2 + 2 + 3) / 12)
 
 
-def test_ensemble_by_hand(script):
-    """Three networks, two images, three classes: the vote and the mean disagree on image 0."""
-    probabilities = torch.tensor(
-        [
-            [[0.50, 0.45, 0.05], [0.1, 0.8, 0.1]],
-            [[0.50, 0.45, 0.05], [0.2, 0.7, 0.1]],
-            [[0.05, 0.90, 0.05], [0.3, 0.6, 0.1]],
-        ]
-    )
-    vote, nll, error = script.ensemble(probabilities, torch.tensor([0, 1])).tolist()
-    assert vote == 1.0
-    assert nll == pytest.approx(-(math.log(0.35) + math.log(0.7)) / 2, rel=1e-5)
-    assert error == pytest.approx((0.6 + 0.3) / 2, rel=1e-5)  # alone in their bins: 0.6-0, 0.7-1
-
-
 def test_prediction(script):
     """One network at a time on all images at once; 300 are two portions. Float32."""
     torch.manual_seed(0)
-    theta = script.sample(model_of(script, start="random"), 3)
+    theta = script.sample(spread_model(script), 3)
     x = torch.randn(300, 3, 32, 32)
     if hasattr(script, "recalibrate"):  # without moments of its own an image depends on the others
         theta = script.recalibrate(theta, x[:50])
@@ -676,33 +711,96 @@ def test_prediction(script):
 
 
 def test_distillation(script, monkeypatch):
-    """The networks that are averaged, and tested, against torch.mean over all networks at once. 230
-    are several portions. The tested networks are the first of the same z."""
-    c, data = settings(script, "d", tested=12, averaged=230), data_of(script)
+    """The networks that are tested, and averaged, against torch.mean over all networks at once, in
+    several portions. The tested networks are the first of the same z."""
+    c, data = settings(script, "d", tested=12, averaged=200), data_of(script)
     torch.manual_seed(0)
-    model, predict, predicted = model_of(script, start="random"), script.predict, []
+    model, predict, predicted = spread_model(script), script.predict, []
     monkeypatch.setattr(
         script, "predict", lambda theta, x: predicted.append(theta) or predict(theta, x)
     )
-    result = script.analyse(model, c, data)
-    z = model.noise(230, torch.Generator().manual_seed(script.TEST))
+    results = script.analyse(model, c, data)["networks"]
     with torch.no_grad():
-        theta = model(z)
-    (x, y), images = data["test"], data["train"][0][:30]
-    tested, _, *averaged = predicted
+        theta = model(model.noise(200, torch.Generator().manual_seed(script.TEST)))
+    sizes = dict(averaged=200)
+    if script.NAME == "04_cifar_resnet32":
+        sizes = {"average of 1": 1, "average of 10": 10, "average of 100": 100}
+    assert list(results) == ["sampled", *sizes]
+    tested, *averaged = predicted[:: len(predicted) // len(results)]
     for ours, plain in zip(tested, theta):
         torch.testing.assert_close(ours[..., : plain.shape[2]], plain[:12], rtol=1e-4, atol=1e-5)
-    sizes = [n for n in script.SIZES if n <= 230]
-    assert list(result["averaged"]) == [str(n) for n in sizes] and len(averaged) == len(sizes) >= 6
-    for n, ours in zip(sizes, averaged):
+    for (name, n), ours in zip(sizes.items(), averaged):
         mean = [t[:n].mean(dim=0, keepdim=True) for t in theta]
         if hasattr(script, "recalibrate"):
-            mean = script.recalibrate(mean, images)
+            mean = script.recalibrate(mean, data["train"][0][:30])
         for a, b in zip(ours, mean):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-        logits = script.target_network(x[None], ours)[0]
-        acc = (logits.argmax(dim=1) == y).float().mean().item()
-        assert result["averaged"][str(n)] == pytest.approx(acc, abs=1e-6)
+        for split in ("val", "test"):
+            x, y = data[split]
+            hits = script.target_network(x[None], ours)[0].argmax(dim=1) == y
+            acc = hits.float().mean().item()
+            assert results[name][split]["vote 1"] == pytest.approx(acc, abs=1e-6)
+
+
+def test_controls(small, monkeypatch):
+    """Beside G's networks: the means alone, ten of its networks with equally many of each mean, and
+    means with Gaussian noise, of the size of their layer, that costs as much accuracy. Networks are
+    replaced by ones that are worse, smoothly, the farther their weights are from a mean."""
+    c, y = settings(small, "e", means=2, tested=12, averaged=0), torch.randint(10, (3000,))
+    torch.manual_seed(0)
+    model, seen = model_of(small, "e", means=2, scale=0.5), []
+    noise = torch.randn(12, 3000, 10)
+
+    def distances(theta):
+        means = torch.cat([t.flatten(1) for t in model.means], dim=1)  # (M, D)
+        return torch.cdist(torch.cat([t.flatten(1) for t in theta], dim=1), means)  # (N, M)
+
+    def predict(theta, x):
+        seen.append(theta)
+        off = 0.3 * distances(theta).amin(dim=1)[:, None, None]
+        return (F.one_hot(y, 10) + off * noise[: len(off)]).softmax(dim=-1)
+
+    monkeypatch.setattr(small, "predict", predict)
+    result = small.analyse(model, c, {k: (torch.zeros(1), y) for k in ("val", "test", "other")})
+    kinds = ["sampled", "of each mean", "means alone", "means and noise"]
+    networks = dict(zip(kinds, seen[-12::3]))
+    assert list(result["networks"]) == kinds
+    assert distances(networks["of each mean"]).argmin(dim=1).tolist() == [0, 1] * 5
+    assert all(torch.equal(t, mean) for t, mean in zip(networks["means alone"], model.means))
+    one = {kind: result["networks"][kind]["val"]["vote 1"] for kind in kinds}
+    assert one["means alone"] == 1 and one["of each mean"] < 0.9
+    # Sigma is within 0.002 of the one sought: a percent of it, and less of the accuracy.
+    assert one["means and noise"] == pytest.approx(one["of each mean"], abs=0.01)
+    *_, (val_one, val_ten, sigma) = result["null"]
+    assert val_one == one["means and noise"] and val_ten > val_one
+    for t, mean in zip(networks["means and noise"], model.means):
+        spread = (t - mean.repeat(5, 1, 1)).std() / mean.square().mean().sqrt()
+        assert spread.item() == pytest.approx(sigma, rel=0.1)  # the first layer has 4,560 numbers
+
+
+def test_figure_and_table(lenet):
+    """Runs that differ in lam alone are one line of the figure; seeds share a row of the table."""
+
+    def run(name, one, **changes):
+        c = dict(name=name, column="d+", lam=1e3, seed=0) | changes
+        scores = {"vote 1": one, "vote 10": one + 0.1, "nll 10": 0.5}
+        return dict(settings=c, networks=dict(sampled=dict(val=scores, test=scores)), null=[])
+
+    runs = [run("cifar10_d+", 0.5), run("cifar10_d+_lam9", 0.4, lam=9.0)]
+    runs += [run("cifar10_d+_seed1", 0.7, seed=1), run("cifar10_b", 0.3, column="b")]
+    (ax,) = lenet.plot_fronts(runs).axes
+    points = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
+    for name, expected in {
+        "cifar10_d+": [[40, 50], [50, 60]],
+        "cifar10_d+_seed1": [[70, 80]],
+        "cifar10_b": [[30, 40]],
+    }.items():
+        assert sum(points[name], []) == pytest.approx(sum(expected, []))
+    assert sorted(text.get_text() for text in ax.texts) == [" 1000", " 9"]
+    first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
+    assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
+    assert "| cifar10_d+: sampled |" in first[2] and "| 60 ± 14 |" in first[2]  # of 50 and 70
+    assert "| 30 |  | 40 |" in first[-1] and "|  | 0.5 |" in second[-1]
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -719,31 +817,33 @@ def test_the_command_again(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "QUICK", dict(steps=4, rows=2, averaged=5))
     out, argv = tmp_path / "runs", [*FAKE, "--quick"]
     runs = script.main([*argv, "--out", str(out)])
-    folders = [f"cifar10_{column}_quick_fake" for column in "abcd"]
+    folders = sorted(f"cifar10_{column}_quick_fake" for column in script.RECIPES)
     expected = {f"{name}/{file}" for name in folders for file in ("checkpoint.pt", "metrics.json")}
-    assert set(files_in(out)) == expected | {"accuracy.png"}
-    assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert set(files_in(out)) == expected | {"fronts.png"}
+    assert (out / "fronts.png").read_bytes().startswith(b"\x89PNG")
     for run, folder in zip(runs, folders):
         assert run == json.loads((out / folder / "metrics.json").read_text())
-        facts = ("settings", "command", "commit", "hardware", "torch", "log", "test", "val")
+        facts = ("settings", "command", "commit", "hardware", "torch", "log", "networks")
         assert set(facts) <= set(run) and run["command"].startswith(f"python {script.NAME}.py --f")
         assert run["settings"]["steps"] == 4 and [row["step"] for row in run["log"]] == [2, 4]
         assert run["settings"]["fake_data"] and run["settings"]["name"] == folder
-        tested = dict(a=1, b=10 if script.NAME[1] == "3" else 2)
-        assert run["test"]["networks"] == tested.get(run["settings"]["column"], 12)
+        tested = dict(a=1, b=10 if script.NAME[1] == "3" else 2, free=5)
+        sampled = run["networks"]["sampled"]
+        assert sampled["val"]["networks"] == tested.get(run["settings"]["column"], 12)
+        assert ("auroc 1" in sampled["test"]) == (script.NAME[1] == "3")
     table = capsys.readouterr().out
     rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 4 and all("quick, fake" in row for row in rows[2:])
-    for run, row in zip(runs, rows[2:]):
-        cells = [cell.strip() for cell in row.split("|")]
-        assert cells[3] == f"{100 * run['test']['vote']['1']:.2f} %"
-        votes = run["test"]["vote"].get("10")
-        assert cells[4] == (f"{100 * votes:.2f} %" if votes else "")
+    assert len(rows) == 2 * (2 + sum(len(run["networks"]) for run in runs))
+    rows = [[cell.strip() for cell in row.split("|")] for row in rows]
+    for run in runs:
+        row, _ = [row for row in rows if row[1] == f"{run['settings']['name']}: sampled"]
+        test = run["networks"]["sampled"]["test"]
+        assert float(row[2]) == pytest.approx(100 * test["vote 1"], rel=1e-3)
 
     for name in ("load_data", "train", "analyse"):
         monkeypatch.setattr(script, name, forbidden)
     before = files_in(out)
-    (out / "accuracy.png").unlink()
+    (out / "fronts.png").unlink()
     assert script.main([*argv, "--out", str(out)]) == runs
     assert files_in(out) == before
     assert script.main([*argv, "--columns", "d", "--out", str(out)]) == runs
@@ -752,9 +852,7 @@ def test_the_command_again(script, tmp_path, monkeypatch, capsys):
     documented = tmp_path / "results" / script.NAME
     shutil.copytree(out, documented, ignore=shutil.ignore_patterns("*.pt", "*.png"))
     assert script.main(["--device", "cpu", "--out", str(documented)]) == runs
-    assert (documented / "accuracy.png").read_bytes() == before["accuracy.png"]
-    with pytest.raises(SystemExit, match="no finished run"):
-        script.main(["--device", "cpu", "--out", str(tmp_path / "results" / "other")])
+    assert (documented / "fronts.png").read_bytes() == before["fronts.png"]
 
 
 def interrupted(*_, **__):
@@ -783,7 +881,8 @@ def assert_same_run(whole: Path, stopped: Path) -> None:
         ("03_cifar_lenet", "b", 0),
         ("03_cifar_lenet", "b", 1000),
         ("03_cifar_lenet", "d", 0),
-        ("04_cifar_resnet32", "d", 0),
+        ("03_cifar_lenet", "e", 0),
+        ("04_cifar_resnet32", "d+", 0),
     ],
 )
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, name, column, save_seconds):
@@ -842,9 +941,9 @@ script.main(sys.argv[3:])
 
 
 def test_a_killed_run_goes_on(script, tmp_path):
-    """kill -9 of a process in step 6 of column d, after all of b: the same command again leaves b
+    """kill -9 of a process in step 6 of column d+, after all of b: the same command again leaves b
     as it is, and ends with the bits of an undisturbed run. tests/kill.py kills at any moment."""
-    argv = [*FAKE, "--columns", "b", "d", "--out"]
+    argv = [*FAKE, "--columns", "b", "d+", "--out"]
     process = subprocess.run(
         [sys.executable, "-c", KILLED, script.NAME, str(8 + 6), *argv, str(tmp_path / "stopped")],
         env=os.environ | dict(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"),
@@ -853,7 +952,7 @@ def test_a_killed_run_goes_on(script, tmp_path):
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
     (first,) = tmp_path.glob("stopped/*/metrics.json")
     before = first.read_bytes()
-    assert saved(tmp_path / "stopped/cifar10_d_fake/checkpoint.pt")["step"] == 4
+    assert saved(tmp_path / "stopped/cifar10_d+_fake/checkpoint.pt")["step"] == 4
     script.main([*argv, str(tmp_path / "stopped")])
     assert first.read_bytes() == before
     script.main([*argv, str(tmp_path / "whole")])
@@ -866,18 +965,17 @@ def test_names_of_folders(lenet, resnet):
     def names(script, line: str) -> list[str]:
         return [c.name for c in script.parse_args(["--device", "cpu", *line.split()]).runs]
 
-    assert names(lenet, "") == [f"cifar10_{column}" for column in "abcd"]
-    line = "--columns d --dataset cifar100 --lam 300 --seed 1 --quick --fake-data"
-    assert names(lenet, line) == ["cifar100_d_lam300_seed1_quick_fake"]
-    assert names(lenet, "--columns c d --lr 1e-4 --diversity weights") == [
-        "cifar10_c_weights_lr0.0001",
-        "cifar10_d_weights_lr0.0001",
+    assert names(lenet, "") == [f"cifar10_{column}" for column in lenet.RECIPES]
+    line = "--columns d+ --dataset cifar100 --lam 300 --seed 1 --quick --fake-data"
+    assert names(lenet, line) == ["cifar100_d+_lam300_seed1_quick_fake"]
+    assert names(lenet, "--columns e --lr 1e-4 --diversity weights --means 1") == [
+        "cifar10_e_weights_lr0.0001_means1"
     ]
     values = ["--steps 100", "--steps 1000", "--lr 0.01", "--lr 0.001", "--lam 300", "--lam 3e3"]
     values += ["--networks 2", "--networks 20", "--images 8", "--seed 1", "--seed 2", "--quick"]
     values += ["--fake-data", "--dataset cifar100", "--seed 20260101", "--seed 20260102", ""]
     for script, own in (lenet, ["--diversity weights", "--diversity none"]), (resnet, ["--amp"]):
-        lines = [f"--columns c d {a} {b}" for a in values + own for b in values + own]
+        lines = [f"--columns c d+ {a} {b}" for a in values + own for b in values + own]
         runs = {}
         for line in lines:
             for c in script.parse_args(["--device", "cpu", *line.split()]).runs:
@@ -935,7 +1033,7 @@ class Hostile:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.parametrize("kind", ["half", "empty", "text", "other script", "weights", "settings"])
+@pytest.mark.parametrize("kind", ["half", "text", "other script", "weights"])
 def test_damaged_and_foreign_files_are_refused(script, tmp_path, kind):
     folder = tmp_path / "cifar10_a_fake"
     folder.mkdir()
@@ -947,11 +1045,9 @@ def test_damaged_and_foreign_files_are_refused(script, tmp_path, kind):
         torch.save(saved(file) | dict(settings=vars(c) | dict(script="02_mnist_hypernet")), file)
     elif kind == "weights":
         torch.save(saved(file)["model"], file)
-    elif kind == "settings":
-        torch.save(dict(settings="none"), file)
     else:
         whole = file.read_bytes()
-        file.write_bytes(dict(half=whole[: len(whole) // 2], empty=b"", text=b"hello")[kind])
+        file.write_bytes(dict(half=whole[: len(whole) // 2], text=b"hello")[kind])
     message = refused(script, [*FAKE, "--columns", "a", "--out", str(tmp_path)], tmp_path)
     assert str(file) in message
     assert "of other settings" in message if kind == "other script" else "damaged" in message
@@ -959,11 +1055,10 @@ def test_damaged_and_foreign_files_are_refused(script, tmp_path, kind):
         script.load(file)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda x, f: f.write_bytes(pickle.dumps(x, 2))])
-def test_a_hostile_file_is_refused_and_not_run(script, tmp_path, save):
+def test_a_hostile_file_is_refused_and_not_run(script, tmp_path):
     folder, victim = tmp_path / "cifar10_a_fake", tmp_path / "executed"
     folder.mkdir()
-    save(dict(settings=Hostile(victim)), folder / "checkpoint.pt")
+    torch.save(dict(settings=Hostile(victim)), folder / "checkpoint.pt")
     message = refused(script, [*FAKE, "--columns", "a", "--out", str(tmp_path)], tmp_path)
     assert "damaged or not of this script" in message
     with pytest.raises(SystemExit, match="damaged or not of this script"):
@@ -995,26 +1090,15 @@ def test_no_data_and_no_network(lenet, resnet, tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
 
 
-def test_out_is_a_file(script, tmp_path, monkeypatch):
-    """Python's own error says so, before any training."""
-    (tmp_path / "out").write_text("precious")
-    monkeypatch.setattr(script, "train", forbidden)
-    with pytest.raises(OSError, match=str(tmp_path / "out")):
-        script.main([*FAKE, "--columns", "a", "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out").read_text() == "precious"
-
-
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--steps 0", "--steps: 0 is not a positive number"),
-        ("--lr nan", "--lr: nan is not"),
-        ("--lam inf", "--lam: inf is not"),
-        ("--lam -1", "--lam: -1.0 is not"),
-        ("--networks -3", "--networks: -3 is not"),
-        ("--images 0", "--images: 0 is not"),
-        ("--columns d --networks 1", "diversity needs at least 2"),
-        ("--device cuda", "torch sees no CUDA device"),
+        ("--steps 0", "positive numbers"),
+        ("--lr nan", "positive numbers"),
+        ("--lam inf", "positive numbers"),
+        ("--networks -3", "positive numbers"),
+        ("--columns d --networks 1", "diversity needs"),
+        ("--device cuda", "invalid choice: 'cuda'"),
     ],
 )
 def test_bad_values(script, tmp_path, monkeypatch, capsys, argv, message):
@@ -1025,6 +1109,16 @@ def test_bad_values(script, tmp_path, monkeypatch, capsys, argv, message):
         script.main(["--out", str(tmp_path / "runs"), *argv.split()])
     assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "argv", ["--columns c --means 1", "--columns a --means 1", "--columns e --networks 6",
+             "--columns e --means 0", "--columns e --means -5", "--columns d+ --means 3"]
+)  # fmt: skip
+def test_bad_means(lenet, capsys, argv):
+    with pytest.raises(SystemExit):
+        lenet.parse_args(argv.split())
+    assert "--networks must be a multiple of it" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(script, tmp_path, monkeypatch):
