@@ -32,16 +32,7 @@ from torchvision import datasets
 from torchvision.transforms.functional import InterpolationMode, rotate
 from tqdm import tqdm
 
-from common import (
-    conv2d,
-    disagreement,
-    each_network,
-    fix_gauge,
-    knn_entropy,
-    linear,
-    majority,
-    max_pool2d,
-)
+from common import conv2d, each_network, fix_gauge, knn_entropy, linear, majority, max_pool2d
 
 NAME = "02_mnist_hypernet"
 # The documented runs. Training images are moved by up to `shift` pixels. MNFG's lam is the number
@@ -436,6 +427,11 @@ def predict(theta: list[Tensor], x: Tensor) -> Tensor:
     portions = x.split(50 if x.device.type == "cpu" else max(1, 10_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
+
+
+def disagreement(votes: Tensor) -> float:
+    """How often two different networks of (N, B) votes give different answers, over all pairs."""
+    return (sum((votes != v).float().mean() for v in votes) / max(1, len(votes) - 1)).item()
 
 
 def evaluate(probabilities: Tensor, y: Tensor) -> dict:

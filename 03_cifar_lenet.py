@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchvision import datasets
 from tqdm import tqdm
 
-from common import conv2d, each_network, fix_gauge, knn_entropy, linear, max_pool2d
+from common import conv2d, each_network, fix_gauge, knn_entropy, linear, majority, max_pool2d
 
 NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
@@ -37,7 +37,7 @@ CLASSES = dict(cifar10=10, cifar100=100)
 # weight after the share `ramp` of the steps.
 SGD = dict(steps=100_000, lr=0.03, networks=1, images=128, shared=0, crop=2, lam=1.0, ramp=0.5)
 SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none", seed=0)
-SGD |= dict(rows=40, tested=10, averaged=0)
+SGD |= dict(copies=True, rows=40, tested=10, averaged=0)
 PAPERS = SGD | dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3)
 PAPERS |= dict(codes=[6, 16, 120, 1, 1], tested=100, averaged=10_000)
 AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=1.0, adam=1e-3)
@@ -181,12 +181,13 @@ class Hypernetwork(nn.Module):
     `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
     has: F, one for each filter, or 1 for the whole layer. Without codes G is its means alone: M
     ordinary networks, for SGD. The first number of z chooses the mean. Codes hardly depend on z at
-    first: networks begin as near-copies of one, which is learned fast, and spread later.
+    first: networks begin as near-copies of one, which is learned fast, and spread later; without
+    `copies`, the paper's start, any two begin as unrelated networks.
     """
 
     noise_size, code_size = 100, 8
 
-    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1):
+    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1, copies: bool = True):
         super().__init__()
         self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
         self.means = nn.ParameterList(
@@ -196,8 +197,8 @@ class Hypernetwork(nn.Module):
             outputs = [f * k // n for (f, k), n in zip(shapes, codes)]
             self.generators = nn.ModuleList(mlp(width, 400, 400, n) for n in outputs)
             self.extractor = mlp(self.noise_size, 200, 200, width * sum(codes))
-            self.extractor[-1].weight.data *= 0.2
-            self.bias = nn.Parameter(torch.randn(max(1, means), width * sum(codes)))
+            self.extractor[-1].weight.data *= 0.2 if copies else 1.0
+            self.bias = nn.Parameter(copies * torch.randn(max(1, means), width * sum(codes)))
 
     def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
         """(N, Z); `stratified`: each of M means is chosen equally often. Without codes N is M."""
@@ -232,7 +233,7 @@ class Hypernetwork(nn.Module):
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
     shapes = [*HIDDEN, (CLASSES[c.dataset], 85)]
-    model = Hypernetwork(shapes, c.codes, c.means, c.scale).to(device)
+    model = Hypernetwork(shapes, c.codes, c.means, c.scale, c.copies).to(device)
     rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
     sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
@@ -263,7 +264,7 @@ def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) 
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     diversity = measure_diversity(c.diversity, theta, logits[:, : c.shared], y[0, : c.shared])
     loss = c.lam * loss_acc - ramp * diversity
-    if c.decay:  # nothing else keeps generated weights small
+    if c.decay:  # else nothing keeps generated weights small
         loss = loss + c.lam * c.decay * sum(t.square().sum() for t in theta) / len(z)
     acc = (logits.argmax(dim=-1) == y).float().mean()
     return loss, loss_acc, diversity, acc
@@ -372,11 +373,6 @@ def predict(theta: list[Tensor], x: Tensor) -> Tensor:
     portions = x.split(250 if x.device.type == "cpu" else max(1, 50_000 // n))
     logits = [each_network(target_network, x.expand(n, *x.shape), theta) for x in portions]
     return torch.cat(logits, dim=1).softmax(dim=-1)
-
-
-def majority(votes: Tensor) -> Tensor:
-    """(N, B) -> (B,); ties go to the smallest class."""
-    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
 
 
 def disagreement(votes: Tensor) -> float:
@@ -511,6 +507,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
         file.with_suffix(".new").replace(file)
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
+    if not runs:
+        sys.exit(f"no finished run in {args.out}")
     plot_fronts(runs).savefig(args.out / "fronts.png", dpi=150)
     print(table(runs), f"\nfigure: {args.out / 'fronts.png'}", sep="\n")
     return runs

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision import datasets
 from tqdm import tqdm
 
-from common import batch_norm, conv2d, each_network, knn_entropy, linear
+from common import batch_norm, conv2d, each_network, knn_entropy, linear, majority
 
 NAME = "04_cifar_resnet32"
 CLASSES = dict(cifar10=10, cifar100=100)
@@ -42,7 +42,7 @@ CLASSES = dict(cifar10=10, cifar100=100)
 # weight after the share `ramp` of the steps.
 SGD = dict(steps=23_400, lr=0.05, networks=1, images=64, shared=0, crop=4, lam=1.0, ramp=0.5)
 SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, amp=False, diversity="none", seed=0)
-SGD |= dict(rows=15, tested=10, averaged=0, moments=5000)
+SGD |= dict(copies=True, rows=15, tested=10, averaged=0, moments=5000)
 PAPERS = SGD | dict(steps=3900, lr=1e-4, networks=4, shared=16, lam=5e3)
 PAPERS |= dict(codes=[16, 16, 32, 64, 1], tested=20, averaged=10_000)
 AROUND = PAPERS | dict(steps=23_400, lr=0.05, networks=2, images=32, means=1, scale=0.1, adam=1e-4)
@@ -233,7 +233,7 @@ class Hypernetwork(nn.Module):
 
     noise_size, code_size = 500, 8
 
-    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1):
+    def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1, copies: bool = True):
         super().__init__()
         self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
         self.means = nn.ParameterList(
@@ -243,8 +243,8 @@ class Hypernetwork(nn.Module):
             outputs = [sum(f * k for f, k in group) // n for group, n in zip(shapes, codes)]
             self.generators = nn.ModuleList(mlp(width, 800, n) for n in outputs)
             self.extractor = mlp(self.noise_size, 1000, width * sum(codes))
-            self.extractor[-1].weight.data *= 0.2
-            self.bias = nn.Parameter(torch.randn(1, width * sum(codes)))
+            self.extractor[-1].weight.data *= 0.2 if copies else 1.0
+            self.bias = nn.Parameter(copies * torch.randn(1, width * sum(codes)))
 
     def noise(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         if not self.codes:  # the numbers of its networks
@@ -274,7 +274,7 @@ class Hypernetwork(nn.Module):
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model and its optimizers: means learn by SGD, as any network does, the rest by Adam."""
     shapes = target_shapes(CLASSES[c.dataset])
-    model = Hypernetwork(shapes, c.codes, c.means, c.scale).to(device)
+    model = Hypernetwork(shapes, c.codes, c.means, c.scale, c.copies).to(device)
     rest = [p for name, p in model.named_parameters() if not name.startswith("means")]
     sgd = dict(momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     optimizers = [torch.optim.SGD(model.means, c.lr, **sgd)] if c.means else []
@@ -410,11 +410,6 @@ def predict(theta: list[Tensor], x: Tensor) -> Tensor:
     return torch.cat(logits, dim=1).softmax(dim=-1)
 
 
-def majority(votes: Tensor) -> Tensor:
-    """(N, B) -> (B,); ties go to the smallest class."""
-    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
-
-
 def disagreement(votes: Tensor) -> float:
     """How often two different networks of (N, B) votes give different answers, over all pairs."""
     return (sum((votes != v).float().mean() for v in votes) / max(1, len(votes) - 1)).item()
@@ -531,6 +526,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if RANK > 0:
         return []
     runs = [read(file) for file in sorted(args.out.glob("*/metrics.json"))]
+    if not runs:
+        sys.exit(f"no finished run in {args.out}")
     plot_fronts(runs).savefig(args.out / "fronts.png", dpi=150)
     print(table(runs), f"\nfigure: {args.out / 'fronts.png'}", sep="\n")
     return runs

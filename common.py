@@ -3,7 +3,7 @@
     knn_entropy                              how diverse is a batch of samples? (differentiable)
     fix_gauge                                remove the trivial symmetries of a network's weights
     conv2d, linear, batch_norm, max_pool2d   N different networks on N different batches
-    majority, disagreement                   what their ensemble answers
+    majority                                 what their ensemble answers
 
 Letters for shapes: N networks, B images per network, F filters, K fan-in of a filter, C H W.
 The weights of one layer, for N networks, are ONE tensor `filters` of shape (N, F, K + 1): fan-in in
@@ -172,16 +172,7 @@ def apart(x: Tensor, n: int) -> Tensor:
     return x.unflatten(1, (n, -1)).transpose(0, 1)  # (B, N * C, H, W) -> (N, B, C, H, W)
 
 
-# What ensembles of classifiers answer, for votes (N, B): the class that each network chose.
-
-
 def majority(votes: Tensor) -> Tensor:
-    """(N, B) -> (B,): the class with the most votes; ties go to the smallest."""
+    """The classes (N, B) that N networks chose -> (B,): those with the most votes; ties go to the
+    smallest class."""
     return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
-
-
-def disagreement(votes: Tensor) -> float:
-    """How often two different networks give different answers, over all pairs."""
-    n = len(votes)
-    same = sum((votes == vote).float().mean() for vote in votes)  # pairs with itself included
-    return 1 - ((same - 1) / (n - 1)).item() if n > 1 else 0.0
