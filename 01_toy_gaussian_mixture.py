@@ -205,7 +205,7 @@ def plot_lam(runs: list[dict]) -> Figure:
     trade = axes.pop("trade")
     trade.plot([run["entropy"] for run in runs], [run["acc"] for run in runs], "o-")
     trade.set(xlabel="entropy (nats)", ylabel="accuracy\n(mean value of the mixture)")
-    trade.margins(x=0.12, y=0.2)
+    trade.margins(x=0.16, y=0.2)
     for ax, run in zip(axes.values(), runs):
         draw(ax, torch.tensor(run["curves"][-1]), size=2)
         ax.set(title=f"lam = {run['lam']:g}", xticks=[], yticks=[])
