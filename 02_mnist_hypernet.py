@@ -586,6 +586,7 @@ def plot_curves(runs: list[dict], curves: list[dict], ticks="{x:.0%}", **labels)
                 ax.errorbar(*line, fmt=style, color=colour, ms=4)
             ax.set(title=name, **labels)
             ax.yaxis.set_major_formatter(ticks)
+            ax.label_outer()
             ax.grid(alpha=0.3)
     for name, style in zip(next(iter(curves[0].values())), STYLES):
         axes[0].plot([], [], style, color="black", label=name)
@@ -595,15 +596,17 @@ def plot_curves(runs: list[dict], curves: list[dict], ticks="{x:.0%}", **labels)
 
 def plot_accuracy(runs: list[dict]) -> Figure:
     accs = [torch.tensor(run["test"]["accuracies"]) for run in runs]
-    edges = torch.linspace(min(a.quantile(0.02) for a in accs), max(map(max, accs)) + 1e-4, 40)
-    curves = []
+    low, high = min(a.quantile(0.02).item() for a in accs), max(a.max().item() for a in accs)
+    edges, curves = torch.arange(low, high + 0.001, 0.0005), []  # the paper's bins, of 0.05 %
     for run, acc in zip(runs, accs):
         share = torch.histogram(acc, edges).hist / len(acc)
-        lines = {"one network": [edges[:-1].tolist(), share.tolist()]}
+        lines = {"one network": [(edges[:-1] + 0.00025).tolist(), share.tolist()]}
         lines["vote of 200"] = [list(run["test"]["vote"].values())[-1:], [0]]
         lines["vote of 200 in the paper"] = [[PAPER.get(run["settings"]["name"], math.nan)], [0]]
         curves.append({"": lines})
-    return plot_curves(runs, curves, xlabel="test accuracy", ylabel="networks")
+    figure = plot_curves(runs, curves, xlabel="test accuracy", ylabel="networks, in bins of 0.05 %")
+    figure.axes[0].xaxis.set_major_formatter("{x:.1%}")
+    return figure
 
 
 def plot_paths(runs: list[dict]) -> Figure:
