@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--quick --fake-data --device cpu"
 CASES = [
-    ("02_mnist_hypernet", f"--runs hypernet --steps 300 --networks 4 --images 8 {SMALL}"),
+    ("02_mnist_hypernet", f"--runs hypernet --steps 2000 --networks 4 --images 8 {SMALL}"),
     ("03_cifar_lenet", f"--columns b --steps 500 --images 4 {SMALL}"),
     ("03_cifar_lenet", f"--columns d+ --steps 200 --networks 2 --images 4 {SMALL}"),
     ("04_cifar_resnet32", f"--columns d+ --steps 100 --networks 2 --images 4 {SMALL}"),
