@@ -458,9 +458,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
     for column, (one, ten) in PAPER.items():  # on test images
         ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
     ax.set(
-        xlabel="one network (%)",
-        ylabel="vote of ten (%)",
-        title="validation; numbers: lam; dotted: noise around a mean; x: the paper's test",
+        xlabel="one network (%)", ylabel="vote of ten (%)", title="validation, with lam; x: paper"
     )
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure

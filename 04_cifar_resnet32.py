@@ -464,9 +464,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
         ax.plot(100 * val["vote 1"], 100 * ten, "o", color=COLOURS[c["column"]], label=c["name"])
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
-    ax.set(
-        xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; x: the paper's test"
-    )
+    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; x: paper")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
