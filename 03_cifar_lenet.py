@@ -457,9 +457,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
     ax.axis(limits)
     for column, (one, ten) in PAPER.items():  # on test images
         ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
-    ax.set(
-        xlabel="one network (%)", ylabel="vote of ten (%)", title="validation, with lam; x: paper"
-    )
+    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; lam; x: paper")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
