@@ -621,6 +621,7 @@ def plot_adversarial(runs: list[dict]) -> Figure:
 
 def plot_rotation(runs: list[dict]) -> Figure:
     """A six turns into a nine. Below the curves: what the ensembles answer."""
+    runs = [run for run in runs if run["settings"]["name"] in ("hypernet", "mnfg")] or runs
     labels = dict(xlabel="rotation (degrees)", ylabel="entropy of the answer (nats)")
     figure = plot_curves(runs, [run["rotation"]["curves"] for run in runs], "{x:.0f}", **labels)
     ax = figure.axes[0]
