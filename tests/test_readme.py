@@ -73,7 +73,7 @@ def test_links_and_pictures_exist(page):
     links = re.findall(r"\]\(([^)]+)\)", page.read_text())
     links = [link for link in links if not link.startswith("https://")]
     assert links
-    assert not [link for link in links if not (page.parent / link).exists()]
+    assert not [link for link in links if not (page.parent / link.split("#")[0]).exists()]
 
 
 @pytest.mark.parametrize(
