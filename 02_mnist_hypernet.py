@@ -69,22 +69,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--networks", type=int, help="in a step: samples of z")
     add("--images", type=int, help="in a step, for each network")
     add("--seed", type=int, help="of all random numbers of training")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=["cpu", "cuda"], default=device, help=f"here: {device}")
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0], help=f"here: {devices[0]}")
     add("--data", type=Path, default=Path("data"), help="folder of MNIST; filled if it is empty")
     add("--fake-data", action="store_true", help="made-up images, to try the code without MNIST")
     add("--out", type=Path, default=Path("runs") / NAME, help="a folder for each run goes in here")
     add("--quick", action="store_true", help="small costs: does it run?")
     args = parser.parse_args(argv)
-    for name in ("steps", "lr", "lam", "networks", "images"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"argument --{name}: {value} is not a positive number")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("argument --device: torch sees no CUDA device; use cpu, or install CUDA")
-    if args.networks == 1:
-        parser.error("diversity needs at least 2 --networks in a step")
     args.runs = [settings(args, recipe) for recipe in args.recipes]
+    for c in args.runs:
+        if not all(0 < v < math.inf for v in (c.steps, c.lr, c.lam, c.networks, c.images)):
+            parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
+        if c.networks < 2:
+            parser.error("diversity needs at least 2 --networks in a step")
     return args
 
 
@@ -130,11 +127,9 @@ def load_data(args: argparse.Namespace) -> dict[str, tuple[Tensor, Tensor]]:
 def draw(padded: Tensor, y: Tensor, shape: tuple, generator) -> tuple[Tensor, Tensor]:
     """Random crops (N, B, 1, 28, 28) of padded images, and labels (N, B)."""
     crops = padded.unfold(2, 28, 1).unfold(3, 28, 1)  # a view: all s * s crops of each image
-    index, row, column = (
-        torch.randint(n, shape, device=y.device, generator=generator)
-        for n in (len(crops), *crops.shape[2:4])
-    )
-    return crops[index, :, row, column], y[index]
+    sizes = len(crops), *crops.shape[2:4]
+    choices = [torch.randint(n, shape, device=y.device, generator=generator) for n in sizes]
+    return crops[choices[0], :, choices[1], choices[2]], y[choices[0]]
 
 
 # ---- Target network ------------------------------------------------------------------------------
@@ -471,16 +466,19 @@ def silence(theta: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 def live_diversity(theta: list[Tensor], x: Tensor) -> dict:
-    """How much of the diversity of gauge-fixed networks sits in units that are idle on x?"""
+    """How much of the diversity of gauge-fixed networks sits in units that are idle on x? With and
+    without them: entropy, and the share of the variance in two principal components (PCA)."""
     live = silence(theta, x)
     idle = sum((filters == 0).all(dim=-1).sum(dim=1) for filters in live[:-1])  # (N,)
     squares = (flat(theta) - flat(theta).mean(dim=0)).square()
     share = squares[flat(theta) != flat(live)].sum() / squares.sum()
-    entropies = [knn_entropy(flat(w), Hypernetwork.noise_size) for w in (theta, fix_gauge(live))]
     changed = predict(theta, x[:1000]).argmax(dim=-1) != predict(live, x[:1000]).argmax(dim=-1)
-    names = ("idle_units", "idle_share", "changed", "entropy", "live_entropy")
-    numbers = (idle.float().mean(), share, changed.float().mean(), *entropies)
-    return {name: number.item() for name, number in zip(names, numbers)}
+    result = dict(idle_units=idle.float().mean(), idle_share=share, changed=changed.float().mean())
+    for name, weights in {"": flat(theta), "live_": flat(fix_gauge(live))}.items():
+        result[name + "entropy"] = knn_entropy(weights, Hypernetwork.noise_size)
+        variances = torch.linalg.svdvals(weights - weights.mean(dim=0)).square()
+        result[name + "pca"] = variances[:2].sum() / variances.sum()
+    return {name: number.item() for name, number in result.items()}
 
 
 @torch.no_grad()
@@ -642,8 +640,9 @@ def table(runs: list[dict]) -> str:
 
     head = ["one network", "vote", "disagree", "NLL: one, vote", "idle units, their variance"]
     rows = [["", *head, "dips: straight, live, z"], ["---"] * 7]
-    more = [["test images", "entropy: all, live", "another's layer 1, 2, 3, 4"], ["---"] * 4]
-    more[0] += ["fooled: one, 100 others"]
+    more = [["test images", "entropy: all, live", "variance in 2 components: all, live"]]
+    more += [["---"] * 5]
+    more[0] += ["another's layer 1, 2, 3, 4", "fooled: one, 100 others"]
     for run in runs:
         name, paper = run["settings"]["title"], PAPER.get(run["settings"]["name"])
         for split in ("val", "test"):
@@ -657,6 +656,7 @@ def table(runs: list[dict]) -> str:
         rows[-1][2] += f", paper {percent(paper)}" if paper else ""
         fooled = [rates[EPSILONS.index(0.1)] for _, rates, _ in run["adversarial"][""].values()]
         more.append([name, f"{part['entropy']:.0f}, {part['live_entropy']:.0f}"])
+        more[-1] += [percent(part["pca"], part["live_pca"])]
         more[-1] += [percent(*run["exchanged"]), percent(*fooled)]
     lines = [f"| {' | '.join(row)} |" for row in rows] + [""]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in more])

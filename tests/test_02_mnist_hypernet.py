@@ -466,6 +466,18 @@ def test_live_diversity_is_plain_loops(mnist):
         assert result[name] == pytest.approx(plain.item(), rel=1e-4)
 
 
+def test_variance_in_two_components(mnist):
+    theta, x = mnist.sample(build(mnist, "paper"), 6), torch.rand(20, 1, 28, 28)
+    theta[2][:3, 1] = 0  # a unit that is idle in three of the networks
+    result = mnist.live_diversity(theta, x)
+    for name, networks in dict(pca=theta, live_pca=fix_gauge(mnist.silence(theta, x))).items():
+        flat = torch.cat([filters.flatten(1) for filters in networks], dim=1).double()
+        centred = flat - flat.mean(dim=0)
+        variances = torch.linalg.eigvalsh(centred @ centred.T)  # smallest first
+        assert result[name] == pytest.approx((variances[-2:].sum() / variances.sum()).item())
+    assert result["pca"] != pytest.approx(result["live_pca"])
+
+
 def test_paths_go_through_the_right_networks(mnist, monkeypatch):
     """t = 0 is G(z2), t = 1 is G(z1), the middles are the mean of the gauged weights, of those
     without idle units, gauged again, and of the noise."""
@@ -794,8 +806,8 @@ def test_files_of_other_settings_damaged_and_foreign_ones_are_refused(mnist, tmp
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--steps", "0"], "--steps: 0 is not a positive number"),
-        (["--lr", "nan"], "--lr: nan is not a positive number"),
+        (["--steps", "0"], "positive numbers"),
+        (["--lr", "nan"], "positive numbers"),
         (["--networks", "1"], "diversity needs at least 2 --networks"),
     ],
 )
