@@ -223,11 +223,11 @@ class Hypernetwork(nn.Module):
         means = [mean.index_select(0, m) for mean in self.means]
         if not (self.codes and deviate):
             return means
-        made = self.generate(self.extractor(z) + self.bias.index_select(0, m))
+        codes = self.extractor(z) + self.bias.index_select(0, m)
         if not means:
-            return made
-        middle = [filters.index_select(0, m) for filters in self.generate(self.bias)]
-        return [a + self.scale * (b - c) for a, b, c in zip(means, made, middle)]
+            return self.generate(codes)
+        made = [w.split([len(z), number]) for w in self.generate(torch.cat([codes, self.bias]))]
+        return [a + self.scale * (b - c.index_select(0, m)) for a, (b, c) in zip(means, made)]
 
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -264,11 +264,11 @@ class Hypernetwork(nn.Module):
     def forward(self, z: Tensor) -> list[Tensor]:
         if not self.codes:
             return [mean.index_select(0, z) for mean in self.means]
-        made = self.generate(self.extractor(z) + self.bias)
+        codes = self.extractor(z) + self.bias
         if not self.means:
-            return made
-        middle = self.generate(self.bias)
-        return [a + self.scale * (b - c) for a, b, c in zip(self.means, made, middle)]
+            return self.generate(codes)
+        made = [w.split([len(z), 1]) for w in self.generate(torch.cat([codes, self.bias]))]
+        return [a + self.scale * (b - c) for a, (b, c) in zip(self.means, made)]
 
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -205,8 +205,8 @@ def noise_of_a_step(script, model, n: int, generator):
     "name, m", [("03_cifar_lenet", 1), ("03_cifar_lenet", 3), ("04_cifar_resnet32", 1)]
 )
 def test_no_noise_gives_the_mean(monkeypatch, name, m):
-    """W(E(0) + bias) - W(bias) = 0: exactly if both products have one row, else to rounding. Of
-    three means it is the middle one. Other z, of the same mean, give other networks."""
+    """W(E(0) + bias) - W(bias) = 0, to rounding. Of three means it is the middle one. Other z, of
+    the same mean, give other networks."""
     script = importlib.import_module(name)
     shrink(script, monkeypatch.setattr)
     torch.manual_seed(0)
@@ -214,10 +214,9 @@ def test_no_noise_gives_the_mean(monkeypatch, name, m):
     z = torch.zeros(2, model.noise_size)
     z[1, 1:] = torch.randn(model.noise_size - 1)
     with torch.no_grad():
-        theta, alone = model(z), model(z[:1])
-    for made, one, mean in zip(theta, alone, model.means):
+        theta = model(z)
+    for made, mean in zip(theta, model.means):
         torch.testing.assert_close(made[0], mean[middle], rtol=0, atol=1e-6)
-        assert m > 1 or torch.equal(one, mean)
         distances = (made[1] - mean).square().mean(dim=(1, 2))
         assert distances[middle] > 1e-6 and distances.argmin() == middle
 
