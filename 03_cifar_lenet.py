@@ -40,8 +40,8 @@ SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none
 SGD |= dict(copies=True, rows=40, tested=10, averaged=0)
 PAPERS = SGD | dict(steps=25_000, lr=1e-3, networks=8, images=64, shared=8, lam=1e3)
 PAPERS |= dict(codes=[6, 16, 120, 1, 1], tested=100, averaged=10_000)
-AROUND = PAPERS | dict(steps=60_000, lr=0.03, networks=4, images=32, means=1, scale=1.0, adam=1e-3)
-FIVE = dict(steps=40_000, networks=5, images=128, shared=128, ramp=0.0)
+AROUND = PAPERS | dict(steps=30_000, lr=0.06, networks=4, images=64, means=1, scale=0.1, adam=1e-3)
+FIVE = dict(steps=40_000, lr=0.03, networks=5, images=128, shared=128, ramp=0.0)
 FIVE |= dict(diversity="ensemble", lam=200.0)  # half of the loss is the averaged prediction's
 RECIPES = {
     "a": SGD,
