@@ -56,7 +56,7 @@ RECIPES = {
 }
 QUICK = dict(steps=200, images=64, rows=5, tested=20, averaged=500)  # at most
 PAPER = dict(b=(0.7495, 0.8060), c=(0.7626, 0.7647), d=(0.7234, 0.7821))  # one network, ten
-COLOURS = dict(zip(RECIPES, ["black", "grey", "C0", "C9", "C1", "navy", "C3", "C2", "C4"]))
+COLOURS = dict(none="black", outputs="C3", weights="C0", variance="C4", ensemble="C2")
 SIZES = [1, 2, 5, 10, 20, 50, 100]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
@@ -436,10 +436,10 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 
 
 def plot_fronts(runs: list[dict]) -> Figure:
-    """Is diversity worth its price? One network against a vote of ten, on validation images; runs
-    that differ in lam alone are joined. Dotted: Gaussian noise around the mean of (c+)."""
+    """Is diversity worth its price? One network against a vote of ten, on validation images of
+    CIFAR-10. Runs that differ in lam alone are joined and carry their lam, others their column."""
     figure, fronts = Figure(figsize=(8, 5), layout="constrained"), {}
-    ax = figure.subplots()
+    ax, runs = figure.subplots(), [r for r in runs if r["settings"]["dataset"] == "cifar10"]
     for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         same = str([value for key, value in c.items() if key not in ("lam", "name")])
@@ -447,18 +447,20 @@ def plot_fronts(runs: list[dict]) -> Figure:
         fronts.setdefault(same, []).append((100 * votes[0], 100 * votes[-1], c))
     for front in fronts.values():
         one, ten, (*_, c) = zip(*front)
-        ax.plot(one, ten, "o-", color=COLOURS[c["column"]], label=c["name"])
-        for x, y, c in front if len(front) > 1 else []:
-            ax.annotate(f" {c['lam']:g}", (x, y))
-    limits = ax.axis()
+        ax.plot(one, ten, "o-", color=COLOURS[c["diversity"]], label=f"diversity: {c['diversity']}")
+        for x, y, c in front:
+            ax.annotate(f" {c['lam']:g}" if len(front) > 1 else f" ({c['column']})", (x, y))
+    for column, (one, ten) in PAPER.items():
+        ax.plot(100 * one, 100 * ten, "x", color="grey", label="paper, test images")
+        ax.annotate(f" ({column})", (100 * one, 100 * ten), color="grey")
     for run in (run for run in runs if run["settings"]["column"] == "c+"):
-        one, ten, _ = zip(*sorted(run["null"]))
-        ax.plot([100 * acc for acc in one], [100 * acc for acc in ten], ":", color=COLOURS["c+"])
-    ax.axis(limits)
-    for column, (one, ten) in PAPER.items():  # on test images
-        ax.plot(100 * one, 100 * ten, "x", color=COLOURS[column])
-    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="validation; lam; x: paper")
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+        one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
+        noise = dict(color="black", label="noise around the mean of (c+)")
+        ax.plot(one, ten, ":", **noise, scalex=False, scaley=False)
+    ax.axline((75, 75), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
+    ax.set(xlabel="one network (%), validation images", ylabel="vote of ten (%)")
+    labels = dict(zip(*reversed(ax.get_legend_handles_labels())))  # each once
+    figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

@@ -778,24 +778,24 @@ def test_controls(small, monkeypatch):
 
 
 def test_figure_and_table(lenet):
-    """Runs that differ in lam alone are one line of the figure; seeds share a row of the table."""
+    """Runs that differ in lam alone are one line of the figure, which has CIFAR-10 alone; seeds
+    share a row of the table."""
 
     def run(name, one, **changes):
-        c = dict(name=name, column="d+", lam=1e3, seed=0) | changes
+        c = dict(name=name, column="d+", diversity="outputs", lam=1e3, seed=0)
+        c |= dict(dataset=name.split("_")[0]) | changes
         scores = {"vote 1": one, "vote 10": one + 0.1, "nll 10": 0.5}
         return dict(settings=c, networks=dict(sampled=dict(val=scores, test=scores)), null=[])
 
     runs = [run("cifar10_d+", 0.5), run("cifar10_d+_lam9", 0.4, lam=9.0)]
-    runs += [run("cifar10_d+_seed1", 0.7, seed=1), run("cifar10_b", 0.3, column="b")]
+    runs += [run("cifar10_d+_seed1", 0.7, seed=1), run("cifar100_a", 0.2)]
+    runs += [run("cifar10_b", 0.3, column="b", diversity="none")]
     (ax,) = lenet.plot_fronts(runs).axes
-    points = {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
-    for name, expected in {
-        "cifar10_d+": [[40, 50], [50, 60]],
-        "cifar10_d+_seed1": [[70, 80]],
-        "cifar10_b": [[30, 40]],
-    }.items():
-        assert sum(points[name], []) == pytest.approx(sum(expected, []))
-    assert sorted(text.get_text() for text in ax.texts) == [" 1000", " 9"]
+    drawn = [(line.get_label()[11:], *line.get_xydata().round().flatten()) for line in ax.lines]
+    assert drawn[:3] == [("outputs", 40, 50, 50, 60), ("outputs", 70, 80), ("none", 30, 40)]
+    assert len(drawn) == 3 + len(lenet.PAPER) + 1  # and the diagonal
+    columns = [f" ({column})" for column in [*lenet.PAPER, "b", "d+"]]
+    assert sorted(text.get_text() for text in ax.texts) == sorted([" 1000", " 9", *columns])
     first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
     assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
     assert "| cifar10_d+: sampled |" in first[2] and "| 60 ± 14 |" in first[2]  # of 50 and 70
