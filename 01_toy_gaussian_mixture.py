@@ -200,17 +200,17 @@ def plot_toy(runs: list[dict]) -> Figure:
 def plot_lam(runs: list[dict]) -> Figure:
     """The curves of several lam, and the trade-off that lam moves along."""
     runs = sorted((r for r in runs if r["seed"] == runs[0]["seed"]), key=lambda r: r["lam"])
-    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
-    axes = figure.subplot_mosaic([range(len(runs)), ["trade"] * len(runs)], height_ratios=[1, 1.2])
-    trade = axes.pop("trade")
+    figure, rows = Figure(figsize=(6, 4.4), dpi=150, layout="constrained"), len(runs) // 3 + 1
+    trade = figure.add_subplot(rows, 3, len(runs) + 1)
     trade.plot([run["entropy"] for run in runs], [run["acc"] for run in runs], "o-")
-    trade.set(xlabel="entropy (nats)", ylabel="accuracy\n(mean value of the mixture)")
-    trade.margins(x=0.16, y=0.2)
-    for ax, run in zip(axes.values(), runs):
+    trade.set(xlabel="entropy (nats)", title="accuracy, at lam")
+    trade.margins(x=0.35, y=0.2)
+    for i, run in enumerate(runs):
+        ax = figure.add_subplot(rows, 3, i + 1)
         draw(ax, torch.tensor(run["curves"][-1]), size=2)
         ax.set(title=f"lam = {run['lam']:g}", xticks=[], yticks=[])
-        place = dict(xytext=(7, 4), textcoords="offset points")
-        trade.annotate(f"lam = {run['lam']:g}", (run["entropy"], run["acc"]), **place)
+        place = dict(xytext=(4, 4), textcoords="offset points")
+        trade.annotate(f"{run['lam']:g}", (run["entropy"], run["acc"]), **place)
     return figure
 
 
