@@ -5,7 +5,7 @@
 Section "CIFAR-10" of the paper, the LeNet row of its table. New against MNIST: diversity is in what
 the networks answer, which no symmetry of the weights can fake. (a) is one network by SGD, (b) ten
 from chains of SGD, (c) the paper's hypernetwork without diversity, (d) with it. Ours: (c+) and (d+)
-generate around a learned mean, (e) around one of five.
+generate around a learned mean, (e) around one of five. c-decay and free are controls.
 
     python 03_cifar_lenet.py --quick        # all columns in minutes: does it run?
     python 03_cifar_lenet.py --columns d+   # one column; the same command again goes on, or redraws
@@ -31,10 +31,10 @@ from common import conv2d, each_network, fix_gauge, knn_entropy, linear, majorit
 
 NAME = "03_cifar_lenet"
 CLASSES = dict(cifar10=10, cifar100=100)
-# The documented runs, by column. (a), (b) train `networks` by SGD; (c), (d) the paper's G by Adam;
-# the others learn `means` by SGD, at the rate `lr`, and deviations by Adam, at the rate `adam`.
-# `shared` of the `images` of a step are the same for all its networks; diversity has its full
-# weight after the share `ramp` of the steps.
+# The documented runs, by column. SGD trains `networks`, PAPERS the paper's G by Adam; AROUND learns
+# `means` by SGD, at the rate `lr`, and deviations, times `scale`, by Adam, at the rate `adam`. Of
+# the `images` of a step `shared` are the same for all networks; diversity has its full weight after
+# the share `ramp` of the steps. `tested` networks are tested, the weights of `averaged` averaged.
 SGD = dict(steps=100_000, lr=0.03, networks=1, images=128, shared=0, crop=2, lam=1.0, ramp=0.5)
 SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, decay=0.0, diversity="none", seed=0)
 SGD |= dict(copies=True, rows=40, tested=10, averaged=0)
@@ -56,7 +56,7 @@ RECIPES = {
 }
 QUICK = dict(steps=200, images=64, rows=5, tested=20, averaged=500)  # at most
 PAPER = dict(b=(0.7495, 0.8060), c=(0.7626, 0.7647), d=(0.7234, 0.7821))  # one network, ten
-COLOURS = dict(none="black", outputs="C3", weights="C0", variance="C4", ensemble="C2")
+COLOURS = dict(SGD="black", none="C0", outputs="C1", weights="C2", variance="C4", ensemble="C3")
 SIZES = [1, 2, 5, 10, 20, 50, 100]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
@@ -87,8 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for c in args.runs:
         if not all(0 < v < math.inf for v in (c.steps, c.lr, c.lam, c.networks, c.images)):
             parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
-        if c.diversity != "none" and c.networks < 2:
-            parser.error("diversity needs at least 2 --networks in a step")
+        if c.diversity != "none" and (c.networks < 2 or not c.shared):
+            parser.error("diversity needs at least 2 --networks in a step; columns a, b have none")
         if c.networks % max(1, c.means) or (args.means is not None and min(c.adam, c.means) <= 0):
             parser.error("--means: of columns c+, d+, e; --networks must be a multiple of it")
     return args
@@ -213,7 +213,7 @@ class Hypernetwork(nn.Module):
     def generate(self, codes: Tensor) -> list[Tensor]:
         """W: codes (N, C) -> weights of N networks."""
         codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
-        # Without the factor, a weight's usual size, one step of Adam would move it by more.
+        # A step of Adam is small for W's outputs, of size 1, not for weights of sqrt(2 / fan-in).
         parts = zip(self.generators, codes, self.shapes)
         return [w(c).view(len(c), f, k) * (2 / (k - 1)) ** 0.5 for w, c, (f, k) in parts]
 
@@ -243,15 +243,15 @@ def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.opt
 
 # ---- Training ------------------------------------------------------------------------------------
 def measure_diversity(kind: str, theta: list[Tensor], logits: Tensor, y: Tensor) -> Tensor:
-    """How different are N networks? From their weights, or from their logits (N, B, classes) on the
-    same images with labels y (B,). All measures carry the factor dim z of the entropy."""
+    """How different are N networks, by their weights or their logits (N, B, classes) on the same
+    images with labels y (B,)? The factor dim z is the entropy's; for answers a part of lam."""
     dim = Hypernetwork.noise_size
     if kind == "none":
         return logits.new_zeros(())
     if kind == "outputs":
         return knn_entropy(logits.softmax(dim=-1).flatten(1), dim)
     if kind == "ensemble":  # by how much is the loss of the averaged prediction smaller?
-        log_p = logits.log_softmax(dim=-1)[:, range(len(y)), y]  # (N, B)
+        log_p = -F.cross_entropy(logits.mT, y.expand(len(logits), -1), reduction="none")  # (N, B)
         return dim * (log_p.logsumexp(dim=0) - math.log(len(log_p)) - log_p.mean(dim=0)).mean()
     weights = torch.cat([filters.flatten(1) for filters in fix_gauge(theta)], dim=1)  # (N, D)
     return knn_entropy(weights, dim) if kind == "weights" else dim * weights.var(dim=0).mean()
@@ -283,7 +283,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         for optimizer, state in zip(optimizers, record["optimizers"]):
             optimizer.load_state_dict(state)
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
-    # (b) takes ten networks in all from the second half of its chains, the last ones among them.
+    # (b) takes ten networks, or nearly, from the second half of its chains, the last ones too.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
     first, every = record["step"], math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
@@ -300,9 +300,9 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
         (loss / c.lam * max(1, c.means)).backward()
         spread = optimizers[-1].param_groups[0]["params"] if c.codes else []
-        norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
+        norm = nn.utils.clip_grad_norm_(spread, 5.0 * max(1, c.means))  # against rare spikes
         # Rates rise, then fall to 0. Paper: (b)'s is constant. Here: in the second half, where its
-        # networks are taken; before, it falls from 10 * lr, or they would be far from converged.
+        # networks are taken; before, it falls from 10 to 1 lr, or they would be far from converged.
         rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
         rate = min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
         for optimizer in optimizers:
@@ -322,7 +322,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
                 with torch.no_grad():
                     theta, middle = model(z), model(z, deviate=False)
                 row |= evaluate(predict(theta, data["val"][0]), data["val"][1])
-                if middle:
+                if c.codes and middle:
                     theta, middle = map(nn.utils.parameters_to_vector, (theta, middle))
                     row["deviation"] = ((theta - middle).norm() / middle.norm()).item()
                 record["log"].append(row)
@@ -381,8 +381,8 @@ def disagreement(votes: Tensor) -> float:
 
 
 def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) -> dict:
-    """How often N networks (N, B, classes) disagree. For ensembles of 1, 2, 5, ... of them: vote,
-    negative log-likelihood, calibration error, and how well entropy tells `unknown` classes."""
+    """How often N networks (N, B, classes) disagree. Of ensembles of 1, 2, 5, ...: majority vote;
+    of their mean probability: NLL, calibration error, how its entropy tells `unknown` classes."""
     n = len(probabilities)
     result = dict(networks=n, disagreement=disagreement(probabilities.argmax(dim=-1)))
     for size in (size for size in SIZES if size <= n):
@@ -396,19 +396,19 @@ def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) ->
         bins = F.one_hot((15 * confidence).long().clamp(max=14), 15)  # (groups, B, 15)
         gaps = (bins * (confidence - (predicted == y).float())[..., None]).mean(dim=1)
         result[f"calibration {size}"] = gaps.abs().sum(dim=1).mean().item()
-        if unknown is not None:  # area under the ROC curve: how often has one of them more entropy?
+        if unknown is not None:  # how often has one of them more entropy than a known one? (AUROC)
             other = unknown[: n - n % size].unflatten(0, (-1, size)).mean(dim=1)
-            known, other = (torch.special.entr(p).sum(dim=-1) for p in (mean, other))
-            ranks = torch.searchsorted(known.sort(dim=-1).values, other)
-            result[f"auroc {size}"] = ranks.double().mean().item() / len(y)
+            known, other = (torch.special.entr(p).sum(-1).sort().values for p in (mean, other))
+            ranks = [torch.searchsorted(known, other, right=r).double() for r in (False, True)]
+            result[f"auroc {size}"] = sum(ranks).mean().item() / 2 / len(y)
     return result
 
 
 @torch.no_grad()
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
     """Networks of z, and their weights averaged (distillation). Around means also what G must beat:
-    the means alone, and means + N(0, sigma * root mean square of a layer), sigma such that these
-    are as good one by one, on validation images."""
+    the means alone, and with noise of deviation sigma * root mean square of a layer, where of 25
+    sigma that one counts at which they are about as good one by one, on validation images."""
     (x, y), (_, y_test), null, results = data["val"], data["test"], [], {}
     generator = torch.Generator(y.device).manual_seed(TEST)
     z = model.noise(max(c.tested, c.averaged), generator)
@@ -417,18 +417,17 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
         parts = [[t.mean(dim=0, keepdim=True) for t in model(part)] for part in z.split(100)]
         networks["averaged"] = [torch.cat(t).mean(dim=0, keepdim=True) for t in zip(*parts)]
     if c.codes and c.means:
-        z = model.noise(10, generator, stratified=True)
+        z = model.noise(c.means * math.ceil(10 / c.means), generator, stratified=True)
         networks["of each mean"], middle = model(z), model(z, deviate=False)
         networks["means alone"] = [filters[: c.means] for filters in middle]
         noise = [torch.randn(t.shape, device=y.device, generator=generator) for t in middle]
-        goal, low, high = evaluate(predict(model(z), x), y)["vote 1"], 0.0, 1.0
-        while high - low > 0.002:
-            sigma = (low + high) / 2
-            theta = [t + sigma * t.square().mean().sqrt() * n for t, n in zip(middle, noise)]
-            val = evaluate(predict(theta, x), y)
+        noise = [t.square().mean().sqrt() * n for t, n in zip(middle, noise)]
+        goal = evaluate(predict(networks["of each mean"], x), y)["vote 1"]
+        for sigma in torch.logspace(-2, -0.5, 25).tolist():  # 0.01 to 0.3
+            val = evaluate(predict([t + sigma * n for t, n in zip(middle, noise)], x), y)
             null.append([val["vote 1"], val["vote 10"], sigma])
-            low, high = (sigma, high) if val["vote 1"] > goal else (low, sigma)
-        networks["means and noise"] = theta
+        sigma = min(null, key=lambda row: abs(row[0] - goal))[2]
+        networks["means and noise"] = [t + sigma * n for t, n in zip(middle, noise)]
     for name, theta in networks.items():
         val, test, other = (predict(theta, data[k][0]) for k in ("val", "test", "other"))
         results[name] = dict(val=evaluate(val, y), test=evaluate(test, y_test, other))
@@ -437,7 +436,7 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 
 def plot_fronts(runs: list[dict]) -> Figure:
     """Is diversity worth its price? One network against a vote of ten, on validation images of
-    CIFAR-10. Runs that differ in lam alone are joined and carry their lam, others their column."""
+    CIFAR-10. Runs that differ in lam alone are joined and carry their lam, others their name."""
     figure, fronts = Figure(figsize=(8, 5), layout="constrained"), {}
     ax, runs = figure.subplots(), [r for r in runs if r["settings"]["dataset"] == "cifar10"]
     for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
@@ -447,18 +446,19 @@ def plot_fronts(runs: list[dict]) -> Figure:
         fronts.setdefault(same, []).append((100 * votes[0], 100 * votes[-1], c))
     for front in fronts.values():
         one, ten, (*_, c) = zip(*front)
-        ax.plot(one, ten, "o-", color=COLOURS[c["diversity"]], label=f"diversity: {c['diversity']}")
+        kind = c["diversity"] if c["codes"] else "SGD"
+        ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
         for x, y, c in front:
-            ax.annotate(f" {c['lam']:g}" if len(front) > 1 else f" ({c['column']})", (x, y))
+            ax.annotate(f" {c['lam']:g}" if len(front) > 1 else f" {c['name'][8:]}", (x, y))
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, "x", color="grey", label="paper, test images")
-        ax.annotate(f" ({column})", (100 * one, 100 * ten), color="grey")
+        ax.annotate(f" {column}", (100 * one, 100 * ten), color="grey")
     for run in (run for run in runs if run["settings"]["column"] == "c+"):
         one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
         noise = dict(color="black", label="noise around the mean of (c+)")
         ax.plot(one, ten, ":", **noise, scalex=False, scaley=False)
     ax.axline((75, 75), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
-    ax.set(xlabel="one network (%), validation images", ylabel="vote of ten (%)")
+    ax.set(xlabel="one network (%), validation images", ylabel="vote of ten, or of all (%)")
     labels = dict(zip(*reversed(ax.get_legend_handles_labels())))  # each once
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -8,7 +8,7 @@ training, then a pass over training images for its own. Several GPUs share the n
 
     python 04_cifar_resnet32.py --quick        # all columns in minutes: does it run?
     python 04_cifar_resnet32.py --columns c+   # one column: three hours on one CPU core
-    torchrun --nproc_per_node=2 04_cifar_resnet32.py --networks 10 --images 512 --steps 60000 --amp
+    torchrun --nproc_per_node=2 04_cifar_resnet32.py --columns c d --networks 10 --images 512 --amp
 """
 
 import argparse
@@ -36,10 +36,10 @@ from common import batch_norm, conv2d, each_network, knn_entropy, linear, majori
 
 NAME = "04_cifar_resnet32"
 CLASSES = dict(cifar10=10, cifar100=100)
-# The documented runs, by column. (a), (b) train `networks` by SGD; (c), (d) the paper's G by Adam;
-# the others learn a mean by SGD, at the rate `lr`, and deviations by Adam, at the rate `adam`.
-# `shared` of the `images` of a step are the same for all its networks; diversity has its full
-# weight after the share `ramp` of the steps.
+# The documented runs, by column. SGD trains `networks`, PAPERS the paper's G by Adam; AROUND learns
+# `means` by SGD, at the rate `lr`, and deviations, times `scale`, by Adam, at the rate `adam`. Of
+# the `images` of a step `shared` are the same for all networks; diversity has its full weight after
+# the share `ramp` of the steps. `tested` networks are tested, the weights of `averaged` averaged.
 SGD = dict(steps=23_400, lr=0.05, networks=1, images=64, shared=0, crop=4, lam=1.0, ramp=0.5)
 SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, amp=False, diversity="none", seed=0)
 SGD |= dict(copies=True, rows=15, tested=10, averaged=0, moments=5000)
@@ -315,7 +315,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
             optimizer.load_state_dict(state)
     parallel = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
-    # (b) takes ten networks in all from the second half of its chains, the last ones among them.
+    # (b) takes ten networks, or nearly, from the second half of its chains, the last ones too.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
     first, every = record["step"], math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
@@ -336,7 +336,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         spread = optimizers[-1].param_groups[0]["params"] if c.codes else []
         norm = nn.utils.clip_grad_norm_(spread, 5.0)  # against rare spikes
         # Rates rise, then fall to 0. Paper: (b)'s is constant. Here: in the second half, where its
-        # networks are taken; before, it falls from 10 * lr, or they would be far from converged.
+        # networks are taken; before, it falls from 10 to 1 lr, or they would be far from converged.
         rise, left = (step + 1) / min(200, c.steps // 5 + 1), 1 - step / c.steps
         rate = min(10 * rise, max(1, 18 * left - 8)) if c.column == "b" else min(rise, left)
         for optimizer in optimizers:
@@ -461,10 +461,10 @@ def plot_fronts(runs: list[dict]) -> Figure:
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         one, ten = 100 * val["vote 1"], 100 * val.get("vote 10", val["vote 1"])  # (a) has one
         ax.plot(one, ten, "o", color="C3", label="here, validation images")
-        ax.annotate(f" ({c['column']})", (one, ten))
+        ax.annotate(f" {c['name'][8:]}", (one, ten))
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, "x", color="grey", label="paper, test images")
-        ax.annotate(f" ({column})", (100 * one, 100 * ten), color="grey")
+        ax.annotate(f" {column}", (100 * one, 100 * ten), color="grey")
     ax.axline((90, 90), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
     ax.set(xlabel="one network (%)", ylabel="vote of ten (%)")
     labels = dict(zip(*reversed(ax.get_legend_handles_labels())))  # each once

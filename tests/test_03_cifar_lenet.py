@@ -683,6 +683,7 @@ def test_evaluation(script):
             known_unknown = [[-(p * p.log()).sum(dim=1) for p in pair] for pair in means]
             hits = [(b > a).item() for k, u in known_unknown for a in k for b in u]
             assert result.pop(f"auroc {size}") == pytest.approx(sum(hits) / len(hits), abs=1e-3)
+            assert script.evaluate(probabilities, y, probabilities)[f"auroc {size}"] == 0.5
     assert not result
     alone = script.evaluate(probabilities[:1], y)
     assert alone["disagreement"] == 0 and "vote 1" in alone and "vote 2" not in alone
@@ -768,9 +769,10 @@ def test_controls(small, monkeypatch):
     assert all(torch.equal(t, mean) for t, mean in zip(networks["means alone"], model.means))
     one = {kind: result["networks"][kind]["val"]["vote 1"] for kind in kinds}
     assert one["means alone"] == 1 and one["of each mean"] < 0.9
-    # Sigma is within 0.002 of the one sought: a percent of it, and less of the accuracy.
-    assert one["means and noise"] == pytest.approx(one["of each mean"], abs=0.01)
-    *_, (val_one, val_ten, sigma) = result["null"]
+    # The sigma are a sixth apart: the accuracy is off by a few percent at most.
+    assert one["means and noise"] == pytest.approx(one["of each mean"], abs=0.04)
+    off = [abs(row[0] - one["of each mean"]) for row in result["null"]]
+    val_one, val_ten, sigma = result["null"][off.index(min(off))]
     assert val_one == one["means and noise"] and val_ten > val_one
     for t, mean in zip(networks["means and noise"], model.means):
         spread = (t - mean.repeat(5, 1, 1)).std() / mean.square().mean().sqrt()
@@ -782,19 +784,19 @@ def test_figure_and_table(lenet):
     share a row of the table."""
 
     def run(name, one, **changes):
-        c = dict(name=name, column="d+", diversity="outputs", lam=1e3, seed=0)
+        c = dict(name=name, column="d+", diversity="outputs", lam=1e3, seed=0, codes=[1])
         c |= dict(dataset=name.split("_")[0]) | changes
         scores = {"vote 1": one, "vote 10": one + 0.1, "nll 10": 0.5}
         return dict(settings=c, networks=dict(sampled=dict(val=scores, test=scores)), null=[])
 
     runs = [run("cifar10_d+", 0.5), run("cifar10_d+_lam9", 0.4, lam=9.0)]
     runs += [run("cifar10_d+_seed1", 0.7, seed=1), run("cifar100_a", 0.2)]
-    runs += [run("cifar10_b", 0.3, column="b", diversity="none")]
+    runs += [run("cifar10_b", 0.3, column="b", diversity="none", codes=None)]
     (ax,) = lenet.plot_fronts(runs).axes
     drawn = [(line.get_label()[11:], *line.get_xydata().round().flatten()) for line in ax.lines]
-    assert drawn[:3] == [("outputs", 40, 50, 50, 60), ("outputs", 70, 80), ("none", 30, 40)]
+    assert drawn[:3] == [("outputs", 40, 50, 50, 60), ("outputs", 70, 80), ("SGD", 30, 40)]
     assert len(drawn) == 3 + len(lenet.PAPER) + 1  # and the diagonal
-    columns = [f" ({column})" for column in [*lenet.PAPER, "b", "d+"]]
+    columns = [f" {column}" for column in [*lenet.PAPER, "b", "d+_seed1"]]
     assert sorted(text.get_text() for text in ax.texts) == sorted([" 1000", " 9", *columns])
     first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
     assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
@@ -1096,6 +1098,7 @@ def test_no_data_and_no_network(lenet, resnet, tmp_path, monkeypatch):
         ("--lr nan", "positive numbers"),
         ("--lam inf", "positive numbers"),
         ("--networks -3", "positive numbers"),
+        ("--columns b --diversity outputs", "columns a, b have none"),
         ("--columns d --networks 1", "diversity needs"),
         ("--device cuda", "invalid choice: 'cuda'"),
     ],
