@@ -1098,7 +1098,6 @@ def test_no_data_and_no_network(lenet, resnet, tmp_path, monkeypatch):
         ("--lr nan", "positive numbers"),
         ("--lam inf", "positive numbers"),
         ("--networks -3", "positive numbers"),
-        ("--columns b --diversity outputs", "columns a, b have none"),
         ("--columns d --networks 1", "diversity needs"),
         ("--device cuda", "invalid choice: 'cuda'"),
     ],
@@ -1145,3 +1144,9 @@ def test_a_rate_that_is_too_large_stops_sgd(script, tmp_path):
     c = settings(script, "a", lr=1e20)
     with pytest.raises(SystemExit, match="the loss is not finite; try a smaller --lr"):
         script.train(c, data_of(script), tmp_path / "checkpoint.pt")
+
+
+def test_diversity_of_columns_without_shared_images(lenet, capsys):
+    with pytest.raises(SystemExit):
+        lenet.parse_args(["--columns", "b", "--diversity", "outputs"])
+    assert "columns a, b have none" in capsys.readouterr().err
