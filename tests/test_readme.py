@@ -109,3 +109,19 @@ def test_lengths_of_scripts():
     for path in ROOT.glob("0*.py"):
         (row,) = [line for line in README.splitlines() if f"| [{path.stem[:2]}_" in line]
         assert f"| {len(path.read_text().splitlines())} |" in row
+
+
+@pytest.mark.parametrize(
+    "row, run",
+    {
+        "the paper's recipe": "02_mnist_hypernet/paper",
+        "our recipe, images moved": "02_mnist_hypernet/hypernet",
+        "lam = 1e4": "02_mnist_sweep/hypernet_lam10000",
+        "MNFG, images not moved": "02_mnist_hypernet/mnfg_shift0",
+        "MNFG, images moved": "02_mnist_hypernet/mnfg",
+    }.items(),
+)
+def test_accuracies_are_those_of_the_runs(row, run):
+    (line,) = [s for s in README.splitlines() if s.startswith("| ") and row in s]
+    votes = json.loads((ROOT / "results" / run / "metrics.json").read_text())["test"]["vote"]
+    assert line.endswith(f"| {100 * votes['1']:.2f} | {100 * votes['200']:.2f} |")
