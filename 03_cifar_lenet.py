@@ -50,7 +50,7 @@ RECIPES = {
     "c-decay": PAPERS | dict(decay=2.5e-4),  # of generated weights, as much as SGD's weight decay
     "d": PAPERS | dict(diversity="outputs"),
     "c+": AROUND,
-    "d+": AROUND | dict(diversity="outputs", lam=1e4),
+    "d+": AROUND | dict(diversity="outputs", lam=3e3),
     "e": AROUND | FIVE | dict(means=5),
     "free": SGD | FIVE,  # a control: (e) without deviation is five networks by SGD
 }
