@@ -179,10 +179,9 @@ class Hypernetwork(nn.Module):
         G(z) = mean_m + scale * (W(E(z) + bias_m) - W(bias_m))            around M learned means
 
     `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
-    has: F, one for each filter, or 1 for the whole layer. Without codes G is its means alone: M
-    ordinary networks, for SGD. The first number of z chooses the mean. Codes hardly depend on z at
-    first: networks begin as near-copies of one, which is learned fast, and spread later; without
-    `copies`, the paper's start, any two begin as unrelated networks.
+    has: F, one for each filter, or 1 for the whole layer. Without codes G is M ordinary networks,
+    for SGD. The first number of z chooses the mean. With `copies` networks begin as near-copies of
+    one, which is learned fast, and spread later; without, as in the paper, they begin unrelated.
     """
 
     noise_size, code_size = 100, 8
@@ -293,8 +292,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
         z = model.noise(c.networks, generator, stratified=True)
         images, labels = draw(padded, y, (c.networks, c.images), c.shared, generator)
-        # Learn first, spread later: networks that are spread while they know nothing stay useless.
-        ramp = min(1.0, step / max(1, c.ramp * c.steps))
+        ramp = min(1.0, step / max(1, c.ramp * c.steps))  # learn first, spread later
         loss, loss_acc, diversity, acc = training_step(model, z, images, labels, c, ramp)
         model.zero_grad()
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
@@ -435,31 +433,33 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 
 
 def plot_fronts(runs: list[dict]) -> Figure:
-    """Is diversity worth its price? One network against a vote of ten, on validation images of
-    CIFAR-10. Runs that differ in lam alone are joined and carry their lam, others their name."""
-    figure, fronts = Figure(figsize=(8, 5), layout="constrained"), {}
-    ax, runs = figure.subplots(), [r for r in runs if r["settings"]["dataset"] == "cifar10"]
+    """Is diversity worth its price? Validation images of CIFAR-10; right: around one mean."""
+    figure, fronts = Figure(figsize=(9, 4.8), layout="constrained"), {}
+    look = dict(xlabel="one network (%); numbers: lam", ylabel="vote (%)", xmargin=0.14)
+    axes = figure.subplots(1, 2, subplot_kw=look)
+    runs = [run for run in runs if run["settings"]["dataset"] == "cifar10"]
     for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
-        same = str([value for key, value in c.items() if key not in ("lam", "name")])
-        votes = [val[n] for n in ("vote 1", "vote 5", "vote 10") if n in val]  # (a) has one
-        fronts.setdefault(same, []).append((100 * votes[0], 100 * votes[-1], c))
+        same = str([v for key, v in c.items() if key not in ("lam", "name")])  # joined by a line
+        votes = [100 * val[n] for n in ("vote 1", "vote 5", "vote 10") if n in val]  # (a) has one
+        fronts.setdefault(same, []).append((votes[0], votes[-1], c))
     for front in fronts.values():
         one, ten, (*_, c) = zip(*front)
-        kind = c["diversity"] if c["codes"] else "SGD"
-        ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
+        around, kind = c["column"] in ("c+", "d+"), "SGD" if c["column"] in "ab" else c["diversity"]
+        for ax in axes[: 1 + around]:
+            ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
         for x, y, c in front:
-            ax.annotate(f" {c['lam']:g}" if len(front) > 1 else f" {c['name'][8:]}", (x, y))
+            text = f" {c['lam']:g}" if len(front) > 1 else f" {c['column']}"
+            axes[int(around)].annotate(text, (x, y), color=COLOURS[kind])
     for column, (one, ten) in PAPER.items():
-        ax.plot(100 * one, 100 * ten, "x", color="grey", label="paper, test images")
-        ax.annotate(f" {column}", (100 * one, 100 * ten), color="grey")
-    for run in (run for run in runs if run["settings"]["column"] == "c+"):
-        one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
-        noise = dict(color="black", label="noise around the mean of (c+)")
-        ax.plot(one, ten, ":", **noise, scalex=False, scaley=False)
-    ax.axline((75, 75), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
-    ax.set(xlabel="one network (%), validation images", ylabel="vote of ten, or of all (%)")
-    labels = dict(zip(*reversed(ax.get_legend_handles_labels())))  # each once
+        axes[0].plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
+    for ax in axes:
+        ax.axis(ax.axis())  # it stays
+        for run in (run for run in runs if run["settings"]["column"] == "c+"):
+            one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
+            ax.plot(one, ten, ":", color="black", label="noise around the mean of (c+)")
+        ax.axline((75, 75), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
+    labels = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels())))  # each once
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 

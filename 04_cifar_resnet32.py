@@ -327,8 +327,7 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
         z = model.noise(c.networks, generator)
         batch = z, *draw(padded, y, (c.networks, c.images), c.shared, generator)
         z, images, labels = (part.chunk(RANKS)[RANK] for part in batch)  # those of this process
-        # Learn first, spread later: networks that are spread while they know nothing stay useless.
-        ramp = min(1.0, step / max(1, c.ramp * c.steps))
+        ramp = min(1.0, step / max(1, c.ramp * c.steps))  # learn first, spread later
         loss, loss_acc, diversity, acc = training_step(parallel, z, images, labels, c, ramp)
         model.zero_grad()
         # So each mean has the gradient of its own networks' mean loss; Adam minds no factor.
@@ -461,13 +460,12 @@ def plot_fronts(runs: list[dict]) -> Figure:
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         one, ten = 100 * val["vote 1"], 100 * val.get("vote 10", val["vote 1"])  # (a) has one
         ax.plot(one, ten, "o", color="C3", label="here, validation images")
-        ax.annotate(f" {c['name'][8:]}", (one, ten))
+        ax.annotate(f" {c['column']}", (one, ten))
     for column, (one, ten) in PAPER.items():
-        ax.plot(100 * one, 100 * ten, "x", color="grey", label="paper, test images")
-        ax.annotate(f" {column}", (100 * one, 100 * ten), color="grey")
+        ax.plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     ax.axline((90, 90), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
     ax.set(xlabel="one network (%)", ylabel="vote of ten (%)")
-    labels = dict(zip(*reversed(ax.get_legend_handles_labels())))  # each once
+    labels = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels())))  # each once
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
