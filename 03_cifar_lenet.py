@@ -404,28 +404,28 @@ def evaluate(probabilities: Tensor, y: Tensor, unknown: Tensor | None = None) ->
 
 @torch.no_grad()
 def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
-    """Networks of z, and their weights averaged (distillation). Around means also what G must beat:
-    the means alone, and with noise of deviation sigma * root mean square of a layer, where of 25
-    sigma that one counts at which they are about as good one by one, on validation images."""
+    """Networks of z, and the average of their weights, for each mean (distillation). Around means
+    also what G must beat: the means alone, and noise around the averages, of deviation sigma * root
+    mean square of a layer, of 25 sigma the one at which a network is about as good as one of G."""
     (x, y), (_, y_test), null, results = data["val"], data["test"], [], {}
-    generator = torch.Generator(y.device).manual_seed(TEST)
-    z = model.noise(max(c.tested, c.averaged), generator)
-    networks = dict(sampled=model(z[: c.tested]))
+    generator, m = torch.Generator(y.device).manual_seed(TEST), max(1, c.means)
+    networks = dict(sampled=model(model.noise(c.tested, generator)[: c.tested]))
     if c.averaged:
-        parts = [[t.mean(dim=0, keepdim=True) for t in model(part)] for part in z.split(100)]
-        networks["averaged"] = [torch.cat(t).mean(dim=0, keepdim=True) for t in zip(*parts)]
+        z = model.noise(c.averaged // m * m, generator, stratified=True).split(100 // m * m)
+        parts = [[t.unflatten(0, (-1, m)).mean(dim=0) for t in model(part)] for part in z]
+        networks["averaged"] = [torch.stack(t).mean(dim=0) for t in zip(*parts)]
     if c.codes and c.means:
-        z = model.noise(c.means * math.ceil(10 / c.means), generator, stratified=True)
-        networks["of each mean"], middle = model(z), model(z, deviate=False)
-        networks["means alone"] = [filters[: c.means] for filters in middle]
-        noise = [torch.randn(t.shape, device=y.device, generator=generator) for t in middle]
-        noise = [t.square().mean().sqrt() * n for t, n in zip(middle, noise)]
+        z = model.noise(m * math.ceil(10 / m), generator, stratified=True)
+        networks["of each mean"], networks["means alone"] = model(z), model(z[:m], deviate=False)
+        centre = [t.repeat(len(z) // m, 1, 1) for t in networks["averaged"]]
+        noise = [torch.randn(t.shape, device=y.device, generator=generator) for t in centre]
+        noise = [t.square().mean().sqrt() * n for t, n in zip(centre, noise)]
         goal = evaluate(predict(networks["of each mean"], x), y)["vote 1"]
         for sigma in torch.logspace(-2, -0.5, 25).tolist():  # 0.01 to 0.3
-            val = evaluate(predict([t + sigma * n for t, n in zip(middle, noise)], x), y)
+            val = evaluate(predict([t + sigma * n for t, n in zip(centre, noise)], x), y)
             null.append([val["vote 1"], val["vote 10"], sigma])
         sigma = min(null, key=lambda row: abs(row[0] - goal))[2]
-        networks["means and noise"] = [t + sigma * n for t, n in zip(middle, noise)]
+        networks["averages and noise"] = [t + sigma * n for t, n in zip(centre, noise)]
     for name, theta in networks.items():
         val, test, other = (predict(theta, data[k][0]) for k in ("val", "test", "other"))
         results[name] = dict(val=evaluate(val, y), test=evaluate(test, y_test, other))
@@ -457,7 +457,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
         ax.axis(ax.axis())  # it stays
         for run in (run for run in runs if run["settings"]["column"] == "c+"):
             one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
-            ax.plot(one, ten, ":", color="black", label="noise around the mean of (c+)")
+            ax.plot(one, ten, ":", color="black", label="noise around (c+), averaged")
         ax.axline((75, 75), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
     labels = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels())))  # each once
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
