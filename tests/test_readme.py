@@ -79,7 +79,8 @@ def test_links_and_pictures_exist(page):
 @pytest.mark.parametrize(
     "script, folder",
     [("01_toy_gaussian_mixture", "01_toy_gaussian_mixture")]
-    + [("02_mnist_hypernet", folder) for folder in ("02_mnist_hypernet", "02_mnist_sweep")],
+    + [("02_mnist_hypernet", folder) for folder in ("02_mnist_hypernet", "02_mnist_sweep")]
+    + [("03_cifar_lenet", "03_cifar_lenet")],
 )
 def test_tables_are_what_the_scripts_print(script, folder):
     """So that nobody retypes a number."""
@@ -116,12 +117,17 @@ def test_lengths_of_scripts():
     {
         "the paper's recipe": "02_mnist_hypernet/paper",
         "our recipe, images moved": "02_mnist_hypernet/hypernet",
-        "lam = 1e4": "02_mnist_sweep/hypernet_lam10000",
         "MNFG, images not moved": "02_mnist_hypernet/mnfg_shift0",
         "MNFG, images moved": "02_mnist_hypernet/mnfg",
+        "(c+) around": "03_cifar_lenet/cifar10_c+",
+        "(d+) the same": "03_cifar_lenet/cifar10_d+",
     }.items(),
 )
 def test_accuracies_are_those_of_the_runs(row, run):
     (line,) = [s for s in README.splitlines() if s.startswith("| ") and row in s]
-    votes = json.loads((ROOT / "results" / run / "metrics.json").read_text())["test"]["vote"]
-    assert line.endswith(f"| {100 * votes['1']:.2f} | {100 * votes['200']:.2f} |")
+    metrics = json.loads((ROOT / "results" / run / "metrics.json").read_text())
+    if run.startswith("02"):
+        votes = [metrics["test"]["vote"][size] for size in ("1", "200")]
+    else:
+        votes = [metrics["networks"]["sampled"]["test"][f"vote {size}"] for size in (1, 10)]
+    assert line.endswith("| {:.2f} | {:.2f} |".format(*(100 * vote for vote in votes)))
