@@ -454,7 +454,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
     for column, (one, ten) in PAPER.items():
         axes[0].plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     for ax in axes:
-        ax.axis(ax.axis())  # it stays
+        ax.axis(ax.axis())  # these limits stay
         for run in (run for run in runs if run["settings"]["column"] == "c+"):
             one, ten, _ = (100 * torch.tensor(sorted(run["null"]))).T
             ax.plot(one, ten, ":", color="black", label="noise around (c+), averaged")
