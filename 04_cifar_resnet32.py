@@ -307,7 +307,8 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     stream = (1 + c.seed % 4000) * 10**6  # torch's generator has 2**32 seeds
     torch.manual_seed(stream)
     model, optimizers = make_model(c, y.device)
-    record = dict(settings=vars(c), step=0, seconds=0.0, log=[], chain=[])
+    git = subprocess.getoutput(f'git -C "{Path(__file__).parent}" describe --always --dirty')
+    record = dict(settings=vars(c), commit=git, step=0, seconds=0.0, log=[], chain=[])
     if file.exists():
         record = read(file, c)
         model.load_state_dict(record["model"])
@@ -501,7 +502,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         dist.init_process_group(timeout=timedelta(days=1))  # others wait for rank 0's analyses
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     start = "python" if RANKS == 1 else f"torchrun --nproc_per_node={RANKS}"
-    data, folder = None, Path(__file__).parent
+    data = None
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
         file = args.out / c.name / "metrics.json"
         if file.exists():
@@ -515,10 +516,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
             continue
         record, begun = read(checkpoint), time.perf_counter()
         run = dict(settings=vars(c), command=" ".join([start, f"{NAME}.py", *argv]))
-        run["commit"] = subprocess.getoutput(f'git -C "{folder}" describe --always --dirty')
         run |= dict(hardware=args.device, threads=torch.get_num_threads(), torch=torch.__version__)
+        run |= dict(commit=record["commit"], training_seconds=round(record["seconds"]))
         run |= dict(log=record["log"]) | analyse(load(checkpoint, args.device), c, data)
-        run["training_seconds"] = round(record["seconds"])
         run["analysis_seconds"] = round(time.perf_counter() - begun)
         file.with_suffix(".new").write_text(json.dumps(run, indent=1))
         file.with_suffix(".new").replace(file)
