@@ -5,7 +5,7 @@
 Section "CIFAR-10" of the paper, the LeNet row of its table. New against MNIST: diversity is in what
 the networks answer, which no symmetry of the weights can fake. (a) is one network by SGD, (b) ten
 from chains of SGD, (c) the paper's hypernetwork without diversity, (d) with it. Ours: (c+) and (d+)
-generate around a learned mean, (e) around one of five. c-decay and free are controls.
+generate around a learned mean, (e) around one of five. c-decay, d-random, free are controls.
 
     python 03_cifar_lenet.py --quick        # all columns in minutes: does it run?
     python 03_cifar_lenet.py --columns d+   # one column; the same command again goes on, or redraws
@@ -49,6 +49,7 @@ RECIPES = {
     "c": PAPERS,
     "c-decay": PAPERS | dict(decay=2.5e-4),  # of generated weights, as much as SGD's weight decay
     "d": PAPERS | dict(diversity="outputs"),
+    "d-random": PAPERS | dict(diversity="outputs", copies=False),  # unrelated networks at first
     "c+": AROUND,
     "d+": AROUND | dict(diversity="outputs", lam=3e3),
     "e": AROUND | FIVE | dict(means=5),
@@ -189,9 +190,8 @@ class Hypernetwork(nn.Module):
     def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1, copies: bool = True):
         super().__init__()
         self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
-        self.means = nn.ParameterList(
-            torch.randn(means, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes if means
-        )
+        start = (torch.randn(means, f, k) * (2 / (k - 1)) ** 0.5 for f, k in shapes if means)
+        self.means = nn.ParameterList(start)
         if codes:
             outputs = [f * k // n for (f, k), n in zip(shapes, codes)]
             self.generators = nn.ModuleList(mlp(width, 400, 400, n) for n in outputs)
