@@ -179,10 +179,9 @@ class Hypernetwork(nn.Module):
         G(z) = W(E(z) + bias)                                             the paper's
         G(z) = mean_m + scale * (W(E(z) + bias_m) - W(bias_m))            around M learned means
 
-    `shapes` are the (F, K + 1) of the target network's layers; `codes` says how many codes a layer
-    has: F, one for each filter, or 1 for the whole layer. Without codes G is M ordinary networks,
-    for SGD. The first number of z chooses the mean. With `copies` networks begin as near-copies of
-    one, which is learned fast, and spread later; without, as in the paper, they begin unrelated.
+    `shapes` are the (F, K + 1) of the target network's layers, `codes` their codes: F, one for each
+    filter, or 1. Without codes G is M ordinary networks, for SGD. The first number of z chooses the
+    mean. With `copies` networks begin as near-copies of one; without, as in the paper, unrelated.
     """
 
     noise_size, code_size = 100, 8
@@ -436,8 +435,9 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 def plot_fronts(runs: list[dict]) -> Figure:
     """Is diversity worth its price? Validation images of CIFAR-10; right: around one mean."""
     figure, fronts = Figure(figsize=(9, 4.8), layout="constrained"), {}
-    look = dict(xlabel="one network (%); numbers: lam", ylabel="vote (%)", xmargin=0.14)
-    axes = figure.subplots(1, 2, subplot_kw=look)
+    axes = figure.subplots(1, 2, subplot_kw=dict(xlabel="one network (%)", xmargin=0.14))
+    axes[0].set(title="all, on validation images", ylabel="vote of ten (%)")
+    axes[1].set_title("around one learned mean; numbers: lam")
     runs = [run for run in runs if run["settings"]["dataset"] == "cifar10"]
     for run in sorted(runs, key=lambda run: run["settings"]["lam"]):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
@@ -450,8 +450,9 @@ def plot_fronts(runs: list[dict]) -> Figure:
         for ax in axes[: 1 + around]:
             ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
         for x, y, c in front:
-            text = f" {c['lam']:g}" if len(front) > 1 else f" {c['column']}"
-            axes[int(around)].annotate(text, (x, y), color=COLOURS[kind])
+            text = f"  {c['lam']:g}  " if len(front) > 1 else f"  {c['column']}  "
+            side = "right" if kind in ("outputs", "weights") else "left"
+            axes[int(around)].annotate(text, (x, y), color=COLOURS[kind], ha=side, va="center")
     for column, (one, ten) in PAPER.items():
         axes[0].plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     for ax in axes:
@@ -489,8 +490,7 @@ def table(runs: list[dict]) -> str:
 # ---- Main ----------------------------------------------------------------------------------------
 def main(argv: list[str] | None = None) -> list[dict]:
     argv = sys.argv[1:] if argv is None else argv
-    args = parse_args(argv)
-    data = None
+    args, data = parse_args(argv), None
     for c in args.runs if "results" not in args.out.parts else []:  # nothing is trained there
         file = args.out / c.name / "metrics.json"
         if file.exists():

@@ -235,9 +235,8 @@ class Hypernetwork(nn.Module):
     def __init__(self, shapes, codes, means: int = 0, scale: float = 0.1, copies: bool = True):
         super().__init__()
         self.shapes, self.codes, self.scale, width = shapes, codes, scale, self.code_size
-        self.means = nn.ParameterList(
-            torch.randn(means, f, k) * (2 / k) ** 0.5 for g in shapes for f, k in g if means
-        )
+        start = (torch.randn(means, f, k) * (2 / k) ** 0.5 for g in shapes for f, k in g if means)
+        self.means = nn.ParameterList(start)
         if codes:
             outputs = [sum(f * k for f, k in group) // n for group, n in zip(shapes, codes)]
             self.generators = nn.ModuleList(mlp(width, 800, n) for n in outputs)

@@ -811,8 +811,8 @@ def test_figure_and_table(lenet):
         drawn = [(line.get_label()[11:], *line.get_xydata().round().flatten()) for line in ax.lines]
         assert len(drawn) == len(lines)
         assert all(line in drawn for line in lines if isinstance(line, tuple))
-    assert [text.get_text() for text in left.texts] == [" b"]
-    assert sorted(text.get_text() for text in right.texts) == [" 1000", " 9", " d+"]
+    assert [text.get_text() for text in left.texts] == ["  b  "]
+    assert sorted(text.get_text() for text in right.texts) == ["  1000  ", "  9  ", "  d+  "]
     first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
     assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
     assert "| cifar10_d+: sampled |" in first[2] and "| 60 ± 14 |" in first[2]  # of 50 and 70
