@@ -49,7 +49,7 @@ RECIPES = {
     "c": PAPERS,
     "c-decay": PAPERS | dict(decay=2.5e-4),  # of generated weights, as much as SGD's weight decay
     "d": PAPERS | dict(diversity="outputs"),
-    "d-random": PAPERS | dict(diversity="outputs", copies=False),  # unrelated networks at first
+    "d-random": PAPERS | dict(diversity="outputs", copies=False),  # far apart at first
     "c+": AROUND,
     "d+": AROUND | dict(diversity="outputs", lam=3e3),
     "e": AROUND | FIVE | dict(means=5),
@@ -181,7 +181,7 @@ class Hypernetwork(nn.Module):
 
     `shapes` are the (F, K + 1) of the target network's layers, `codes` their codes: F, one for each
     filter, or 1. Without codes G is M ordinary networks, for SGD. The first number of z chooses the
-    mean. With `copies` networks begin as near-copies of one; without, as in the paper, unrelated.
+    mean. With `copies` networks begin as near-copies of one; without, as in the paper, far apart.
     """
 
     noise_size, code_size = 100, 8
