@@ -163,8 +163,12 @@ def test_moments_of_one_batch_make_inference_equal_training(resnet):
 
 
 def test_start(resnet):
-    """Gamma near 1, beta near 0, weights of the usual size; near-copies, but not the same."""
+    """Gamma near 1, beta near 0, weights of the usual size; near-copies, but not the same. Networks
+    of SGD, and a learned mean, begin at gamma = 1 and beta = 0 exactly, as in torch.nn."""
     torch.manual_seed(0)
+    for column in ("a", "c+"):
+        means = model_of(resnet, column).means
+        assert all((mean[..., -2:] == 0).all() for mean in means[:-1]) and (means[-1] != 0).all()
     theta = resnet.sample(model_of(resnet), 5)
     for layer in theta[:-1]:
         assert abs(layer[..., -2:].mean()) < 0.3 and layer[..., -2].std() < 0.4
