@@ -9,7 +9,7 @@ generate around a learned mean, (e) around one of five. c-decay, d-random, free 
 
     python 03_cifar_lenet.py --quick        # all columns in minutes: does it run?
     python 03_cifar_lenet.py --columns d+   # one column; the same command again goes on, or redraws
-    python 03_cifar_lenet.py                # all columns: ten hours on one CPU core
+    python 03_cifar_lenet.py                # all columns: six hours on one CPU core
 """
 
 import argparse
@@ -435,7 +435,7 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 def plot_fronts(runs: list[dict]) -> Figure:
     """Is diversity worth its price? Validation images of CIFAR-10; right: around one mean."""
     figure, fronts = Figure(figsize=(9, 4.8), layout="constrained"), {}
-    axes = figure.subplots(1, 2, subplot_kw=dict(xlabel="one network (%)", xmargin=0.14))
+    axes = figure.subplots(1, 2, subplot_kw=dict(xlabel="one network (%)", xmargin=0.2))
     axes[0].set(title="all, on validation images", ylabel="vote of ten (%)")
     axes[1].set_title("around one learned mean; numbers: lam")
     runs = [run for run in runs if run["settings"]["dataset"] == "cifar10"]
@@ -451,7 +451,7 @@ def plot_fronts(runs: list[dict]) -> Figure:
             ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
         for x, y, c in front:
             text = f"  {c['lam']:g}  " if len(front) > 1 else f"  {c['column']}  "
-            side = "right" if kind in ("outputs", "weights") else "left"
+            side = "right" if around and kind in ("outputs", "weights") else "left"
             axes[int(around)].annotate(text, (x, y), color=COLOURS[kind], ha=side, va="center")
     for column, (one, ten) in PAPER.items():
         axes[0].plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
