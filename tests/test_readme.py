@@ -122,6 +122,7 @@ def test_lengths_of_scripts():
         "(a) one network of SGD": "03_cifar_lenet/cifar10_a",
         "(b) five chains of SGD": "03_cifar_lenet/cifar10_b",
         "(c) hypernetwork |": "03_cifar_lenet/cifar10_c",
+        "(d) with the entropy of outputs |": "03_cifar_lenet/cifar10_d",
         "(c+) around": "03_cifar_lenet/cifar10_c+*",  # three seeds
         "(d+) the same": "03_cifar_lenet/cifar10_d+*",
         "(e) around": "03_cifar_lenet/cifar10_e",
