@@ -9,7 +9,7 @@ generate around a learned mean, (e) around one of five. c-decay, d-random, free 
 
     python 03_cifar_lenet.py --quick        # all columns in minutes: does it run?
     python 03_cifar_lenet.py --columns d+   # one column; the same command again goes on, or redraws
-    python 03_cifar_lenet.py                # all columns: six hours on one CPU core
+    python 03_cifar_lenet.py                # all columns: five hours on one CPU core
 """
 
 import argparse
