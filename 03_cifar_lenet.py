@@ -181,7 +181,7 @@ class Hypernetwork(nn.Module):
 
     `shapes` are the (F, K + 1) of the target network's layers, `codes` their codes: F, one for each
     filter, or 1. Without codes G is M ordinary networks, for SGD. The first number of z chooses the
-    mean. With `copies` networks begin as near-copies of one; without, as in the paper, far apart.
+    mean. With `copies` networks begin as near-copies of one, without it far apart.
     """
 
     noise_size, code_size = 100, 8

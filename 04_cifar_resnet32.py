@@ -74,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--networks", type=int, help="in a step, on all GPUs together: samples of z, or chains")
     add("--images", type=int, help="in a step, for each network")
     add("--seed", type=int, help="of all random numbers of training")
-    add("--amp", action="store_true", default=None, help="train target networks in bfloat16")
+    add("--amp", action="store_true", default=None, help="train in bfloat16; not for d, d+")
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     add("--device", choices=devices, default=devices[0], help=f"here: {devices[0]}")
     add("--data", type=Path, default=Path("data"), help="folder of CIFAR; filled if it is empty")
