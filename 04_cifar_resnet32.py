@@ -45,14 +45,14 @@ SGD |= dict(codes=None, means=0, scale=0.0, adam=0.0, amp=False, diversity="none
 SGD |= dict(copies=True, rows=15, tested=10, averaged=0, moments=5000)
 PAPERS = SGD | dict(steps=3900, lr=1e-4, networks=4, shared=16, lam=5e3)
 PAPERS |= dict(codes=[16, 16, 32, 64, 1], tested=20, averaged=10_000)
-AROUND = PAPERS | dict(steps=11_700, lr=0.05, networks=2, shared=0, means=1, scale=0.1, adam=1e-4)
+AROUND = PAPERS | dict(steps=11_700, lr=0.1, networks=2, shared=0, means=1, scale=0.1, adam=1e-4)
 RECIPES = {
     "a": SGD,
     "b": SGD | dict(lr=0.005),  # one chain, ten networks
     "c": PAPERS,
     "d": PAPERS | dict(diversity="outputs"),
     "c+": AROUND,
-    "d+": AROUND | dict(diversity="outputs", lam=2e4, shared=16),
+    "d+": AROUND | dict(diversity="outputs", lam=1e4, shared=16),
 }
 QUICK = dict(steps=20, images=16, rows=2, tested=10, averaged=20, moments=200)  # at most
 PAPER = dict(b=(0.9103, 0.9496), c=(0.8820, 0.8826), d=(0.8361, 0.9037))  # one network, ten
@@ -72,6 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="rate of SGD, or of Adam in columns without SGD")
     add("--lam", type=float, help="weight of accuracy against diversity")
     add("--networks", type=int, help="in a step, on all GPUs together: samples of z, or chains")
+    add("--means", type=int, choices=[0, 1], help="in columns c+, d+; 0: the paper's G instead")
     add("--images", type=int, help="in a step, for each network")
     add("--seed", type=int, help="of all random numbers of training")
     add("--amp", action="store_true", default=None, help="train in bfloat16; not for d, d+")
@@ -88,6 +89,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error("--steps, --lr, --lam, --networks, --images: positive numbers")
         if c.networks % RANKS or (c.diversity != "none" and c.networks < 2):
             parser.error(f"--networks: diversity needs 2, {RANKS} processes a multiple of {RANKS}")
+        if args.means is not None and not c.adam:
+            parser.error("--means: of columns c+, d+")
     return args
 
 
