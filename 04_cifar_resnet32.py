@@ -12,7 +12,6 @@ training, then a pass over training images for its own. Several GPUs share the n
 """
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -28,7 +27,6 @@ import torch.distributed.nn.functional
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchvision import datasets
 from tqdm import tqdm
 
@@ -289,10 +287,8 @@ def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.opt
 def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) -> tuple:
     """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n."""
     theta = model(z)
-    small = functools.partial(checkpoint, target_network, use_reentrant=False)  # memory for time
-    network = small if c.images > 64 and x.device.type == "cpu" else target_network  # one by one
     with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
-        logits = each_network(network, x, theta)
+        logits = each_network(target_network, x, theta)
     logits = logits.to(x.dtype)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     entropy = logits.new_zeros(())
@@ -323,10 +319,9 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks, or nearly, from the second half of its chains, the last ones too.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
-    first, every = record["step"], math.ceil(c.steps / c.rows)
+    steps, every = range(record["step"], c.steps), math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
-    quiet = dict(disable=True) if RANK > 0 else dict(mininterval=1)
-    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, **quiet)
+    bar = tqdm(steps, c.name, c.steps, initial=steps.start, mininterval=1, disable=RANK > 0)
     for step in bar:
         # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
         generator = torch.Generator(y.device).manual_seed(stream + 1 + step)

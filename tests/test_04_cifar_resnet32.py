@@ -231,24 +231,6 @@ def test_objective(small, kind):
     assert acc.item() == pytest.approx(hits / 12)
 
 
-def test_more_than_64_images_are_run_twice_to_save_memory(small, monkeypatch):
-    """The same gradients, and the networks' forward pass repeated in the backward one."""
-    model, inputs, target_network = model_of(small).double(), step_inputs(2), small.target_network
-    calls, grads = [], []
-    monkeypatch.setattr(
-        small, "target_network", lambda *args: calls.append(None) or target_network(*args)
-    )
-    for images, expected in (64, 2), (65, 4):
-        calls.clear()
-        model.zero_grad()
-        c = settings(small, "d", images=images, shared=2)
-        small.training_step(model, *inputs, c)[0].backward()
-        assert len(calls) == expected
-        grads.append([p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b)
-
-
 def test_amp_changes_little(small):
     """bfloat16 has eight bits: a cross-entropy within a few percent, entropy in float32."""
     torch.manual_seed(0)
