@@ -57,7 +57,7 @@ RECIPES = {
 }
 QUICK = dict(steps=200, images=64, rows=5, tested=20, averaged=500)  # at most
 PAPER = dict(b=(0.7495, 0.8060), c=(0.7626, 0.7647), d=(0.7234, 0.7821))  # one network, ten
-COLOURS = dict(SGD="black", none="C0", outputs="C1", weights="C2", variance="C4", ensemble="C3")
+COLOURS = dict(chance="black", none="C0", outputs="C1", weights="C2", variance="C4", ensemble="C3")
 SIZES = [1, 2, 5, 10, 20, 50, 100]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
@@ -446,13 +446,13 @@ def plot_fronts(runs: list[dict]) -> Figure:
         fronts.setdefault(same, []).append((votes[0], votes[-1], c))
     for front in fronts.values():
         one, ten, (*_, c) = zip(*front)
-        around, kind = c["column"] in ("c+", "d+"), "SGD" if c["column"] in "ab" else c["diversity"]
+        around, kind = int("+" in c["column"]), "chance" if c["column"] in "ab" else c["diversity"]
         for ax in axes[: 1 + around]:
             ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
         for x, y, c in front:
-            text = f"  {c['lam']:g}  " if len(front) > 1 else f"  {c['column']}  "
-            side = "right" if around and kind in ("outputs", "weights") else "left"
-            axes[int(around)].annotate(text, (x, y), color=COLOURS[kind], ha=side, va="center")
+            text = f"{c['lam']:.3g}".replace("e+0", "e") if len(front) > 1 else c["column"]
+            at = dict(outputs=(-26, -10), weights=(-26, 4)).get(kind if around else "", (7, -4))
+            axes[around].annotate(text, (x, y), at, color=COLOURS[kind], textcoords="offset points")
     for column, (one, ten) in PAPER.items():
         axes[0].plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     for ax in axes:

@@ -54,6 +54,7 @@ RECIPES = {
 }
 QUICK = dict(steps=20, images=16, rows=2, tested=10, averaged=20, moments=200)  # at most
 PAPER = dict(b=(0.9103, 0.9496), c=(0.8820, 0.8826), d=(0.8361, 0.9037))  # one network, ten
+COLOURS = dict(chance="black", none="C0", outputs="C1")
 SIZES = [1, 2, 5, 10, 20]  # of ensembles
 VALIDATION, TEST = 1, 2  # seeds of evaluation; those of training begin at a million
 SAVE_SECONDS = 120  # of training that a killed run loses at most
@@ -454,18 +455,19 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 
 
 def plot_fronts(runs: list[dict]) -> Figure:
-    """Is diversity worth its price? One network of CIFAR-10 against a vote of ten."""
+    """Is diversity worth its price? Validation images of CIFAR-10."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     ax = figure.subplots()
     for run in (run for run in runs if run["settings"]["dataset"] == "cifar10"):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         one, ten = 100 * val["vote 1"], 100 * val.get("vote 10", val["vote 1"])  # (a) has one
-        ax.plot(one, ten, "o", color="C3", label="here, validation images")
-        ax.annotate(f" {c['column']}", (one, ten))
+        kind = "chance" if c["column"] in "ab" else c["diversity"]
+        ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
+        ax.annotate(c["column"], (one, ten), (7, -4), textcoords="offset points")
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     ax.axline((90, 90), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
-    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)")
+    ax.set(xlabel="one network (%)", ylabel="vote of ten (%)", title="on validation images")
     labels = dict(zip(*reversed(figure.axes[0].get_legend_handles_labels())))  # each once
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -821,4 +821,4 @@ def test_titles_say_what_differs(mnist):
     c = settings(mnist, "--lam", "1e5", "--seed", "1")
     assert c.title == "hypernetwork, steps6, lam100000, networks4, images4, seed1, fake"
     (c,) = mnist.parse_args(["--device", "cpu", "--runs", "mnfg", "--shift", "0"]).runs
-    assert (c.title, c.name, c.shift) == ("MNFG, shift0", "mnfg_shift0", 0)
+    assert (c.title, c.name, c.shift) == ("MNFG, images unmoved", "mnfg_shift0", 0)

@@ -809,12 +809,12 @@ def test_figure_and_table(lenet):
     runs += [run("cifar10_b", 0.3, column="b", diversity="none", codes=None)]
     left, right = lenet.plot_fronts(runs).axes
     names = [*lenet.PAPER.keys(), "diagonal"]
-    for ax, lines in (left, [*FRONTS, ("SGD", 30, 40), *names]), (right, [*FRONTS, "diagonal"]):
+    for ax, lines in (left, [*FRONTS, ("chance", 30, 40), *names]), (right, [*FRONTS, "diagonal"]):
         drawn = [(line.get_label()[11:], *line.get_xydata().round().flatten()) for line in ax.lines]
         assert len(drawn) == len(lines)
         assert all(line in drawn for line in lines if isinstance(line, tuple))
-    assert [text.get_text() for text in left.texts] == ["  b  "]
-    assert sorted(text.get_text() for text in right.texts) == ["  1000  ", "  9  ", "  d+  "]
+    assert [text.get_text() for text in left.texts] == ["b"]
+    assert sorted(text.get_text() for text in right.texts) == ["1e3", "9", "d+"]
     first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
     assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
     assert "| cifar10_d+: sampled |" in first[2] and "| 60 ± 14 |" in first[2]  # of 50 and 70
