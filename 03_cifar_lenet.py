@@ -284,9 +284,9 @@ def train(c: argparse.Namespace, data: dict, file: Path) -> None:
     padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)  # mirrored too
     # (b) takes ten networks, or nearly, from the second half of its chains, the last ones too.
     taken = range(c.steps, c.steps // 2, -math.ceil(c.steps / 2 / max(1, 10 // c.networks)))
-    first, every = record["step"], math.ceil(c.steps / c.rows)
+    steps, every = range(record["step"], c.steps), math.ceil(c.steps / c.rows)
     begun, saved = time.perf_counter() - record["seconds"], time.perf_counter()
-    bar = tqdm(range(first, c.steps), c.name, initial=first, total=c.steps, mininterval=1)
+    bar = tqdm(steps, c.name, c.steps, initial=steps.start, mininterval=1)
     for step in bar:
         # A step's random numbers depend on seed and step alone: a run goes on as if never stopped.
         generator = torch.Generator(y.device).manual_seed(stream + 1 + step)
