@@ -388,3 +388,16 @@ def test_processes_need_a_multiple_of_networks(small, tmp_path, monkeypatch, cap
         small.main([*FAKE, "--networks", "4", "--out", str(tmp_path / "out")])
     assert "3 processes a multiple of 3" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_means(small, capsys):
+    """--means 0 in a column around a mean is the paper's G, which Adam alone trains; columns
+    without a mean refuse the flag."""
+    (c,) = small.parse_args(["--device", "cpu", "--columns", "c+", "--means", "0"]).runs
+    model, optimizers = small.make_model(c, "cpu")
+    assert c.name == "cifar10_c+_means0" and parameters(model) == parameters(model_of(small))
+    assert [type(o).__name__ for o in optimizers] == ["Adam"]
+    for argv in ("--columns a --means 1", "--columns c --means 1", "--columns c+ --means 2"):
+        with pytest.raises(SystemExit):
+            small.parse_args(argv.split())
+        assert "--means" in capsys.readouterr().err
