@@ -70,7 +70,7 @@ def test_what_a_piece_needs():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_links_and_pictures_exist(page):
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    links = re.findall(r"(?:\]\(|src=\")([^)\"]+)", page.read_text())
     links = [link for link in links if not link.startswith("https://")]
     assert links
     assert not [link for link in links if not (page.parent / link.split("#")[0]).exists()]
