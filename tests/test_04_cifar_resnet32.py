@@ -334,8 +334,9 @@ def test_two_processes_equal_one(small, tmp_path):
     """The whole script: `networks` is the number in all processes; one of them is killed in step 6,
     the same command goes on from step 4; rank 0 alone evaluates and writes. And a single step with
     two z in each process, and with all four in one: same loss, same gradients. Float32 sums in
-    another order: Adam turns the rounding of a gradient near 0 into a step of another sign, so
-    trained weights are compared by their mean."""
+    another order: Adam turns the rounding of a gradient near 0 into a step of another sign, and SGD
+    at a rate of 0.1 lets rounding grow to 2 or 3 percent of the way; half of the networks missing
+    would be half of the way. So trained weights are compared by their mean, to a tenth."""
     argv = [*FAKE, "--columns", "d+", "b", "--networks", "4", "--out"]
     processes = start_two(str(tmp_path / "step"), "killed", *argv, str(tmp_path / "two"))
     processes[1].communicate()
@@ -375,7 +376,7 @@ def test_two_processes_equal_one(small, tmp_path):
         for name, a in models[0]["model"].items():
             b = models[1]["model"][name]
             moved, different = (a - start[name]).abs().mean(), (a - b).abs().mean()
-            assert moved > 0 and different < 0.02 * moved, name
+            assert moved > 0 and different < 0.1 * moved, name
         assert len(models[0]["chain"]) == len(models[1]["chain"]) == 2 * (column == "b")
     for a, b in zip(one["log"], two["log"]):  # of d+
         assert a["diversity"] == pytest.approx(b["diversity"], rel=0.01)
