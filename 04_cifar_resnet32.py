@@ -7,7 +7,7 @@ generator for all layers of a stage, and batch norm in the target network: momen
 training, then a pass over training images for its own. Several GPUs share the networks of a step.
 
     python 04_cifar_resnet32.py --quick        # all columns in minutes: does it run?
-    python 04_cifar_resnet32.py --columns c+   # one column: three hours on one CPU core
+    python 04_cifar_resnet32.py --columns c+   # one column: 90 minutes on one CPU core
     torchrun --nproc_per_node=2 04_cifar_resnet32.py --columns c d --networks 10 --images 512
 """
 

@@ -80,7 +80,7 @@ def test_links_and_pictures_exist(page):
     "script, folder",
     [("01_toy_gaussian_mixture", "01_toy_gaussian_mixture")]
     + [("02_mnist_hypernet", folder) for folder in ("02_mnist_hypernet", "02_mnist_sweep")]
-    + [("03_cifar_lenet", "03_cifar_lenet")],
+    + [(script, script) for script in ("03_cifar_lenet", "04_cifar_resnet32")],
 )
 def test_tables_are_what_the_scripts_print(script, folder):
     """So that nobody retypes a number."""
@@ -119,14 +119,16 @@ def test_lengths_of_scripts():
         "our recipe, images moved": "02_mnist_hypernet/hypernet",
         "MNFG, images not moved": "02_mnist_hypernet/mnfg_shift0",
         "MNFG, images moved": "02_mnist_hypernet/mnfg",
-        "(a) one network of SGD": "03_cifar_lenet/cifar10_a",
+        "LeNet, vote of ten: (a)": "03_cifar_lenet/cifar10_a",
         "(b) five chains of SGD": "03_cifar_lenet/cifar10_b",
-        "(c) hypernetwork |": "03_cifar_lenet/cifar10_c",
+        "(c) the paper's hypernetwork |": "03_cifar_lenet/cifar10_c",
         "(d) with the entropy of outputs |": "03_cifar_lenet/cifar10_d",
-        "(c+) around": "03_cifar_lenet/cifar10_c+*",  # three seeds
-        "(d+) the same": "03_cifar_lenet/cifar10_d+*",
+        "(c+) around a learned mean, three seeds": "03_cifar_lenet/cifar10_c+*",
+        "(d+) the same with the entropy of outputs |": "03_cifar_lenet/cifar10_d+*",
         "(e) around": "03_cifar_lenet/cifar10_e",
         "(e), two": "03_cifar_lenet/cifar10_e: of each mean",
+        "(c+) around a learned mean, one seed": "04_cifar_resnet32/cifar10_c+_amp1",
+        "(d+) the same with the entropy of outputs, one seed": "04_cifar_resnet32/cifar10_d+",
     }.items(),
 )
 def test_accuracies_are_those_of_the_runs(row, run):
