@@ -335,8 +335,8 @@ def test_two_processes_equal_one(small, tmp_path):
     the same command goes on from step 4; rank 0 alone evaluates and writes. And a single step with
     two z in each process, and with all four in one: same loss, same gradients. Float32 sums in
     another order: Adam turns the rounding of a gradient near 0 into a step of another sign, and SGD
-    at a rate of 0.1 lets rounding grow to 2 or 3 percent of the way; half of the networks missing
-    would be half of the way. So trained weights are compared by their mean, to a tenth."""
+    at a rate of 0.1 lets rounding grow to 2 or 3 percent of the way. So trained weights are
+    compared by their mean, to a tenth; half of the networks missing makes it the whole way."""
     argv = [*FAKE, "--columns", "d+", "b", "--networks", "4", "--out"]
     processes = start_two(str(tmp_path / "step"), "killed", *argv, str(tmp_path / "two"))
     processes[1].communicate()
