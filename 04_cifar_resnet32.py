@@ -287,8 +287,8 @@ def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.opt
 # ---- Training ------------------------------------------------------------------------------------
 def training_step(model, z: Tensor, x: Tensor, y: Tensor, c, ramp: float = 1.0) -> tuple:
     """Images (N, B, 3, 32, 32), labels (N, B): network n sees batch n."""
-    theta = model(z)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=c.amp):
+        theta = model(z)
         logits = each_network(target_network, x, theta)
     logits = logits.to(x.dtype)  # (N, B, classes)
     loss_acc = F.cross_entropy(logits.flatten(0, 1), y.flatten())
