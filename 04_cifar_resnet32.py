@@ -254,23 +254,23 @@ class Hypernetwork(nn.Module):
         return torch.randn(n, self.noise_size, device=self.bias.device, generator=generator)
 
     def generate(self, codes: Tensor) -> list[Tensor]:
-        """W: codes (N, C) -> weights of N networks."""
+        """W(codes), codes (N, C), or around a mean W(codes) - W(bias): weights of N networks."""
+        codes = torch.cat([codes, self.bias]) if self.means else codes
         codes = codes.unflatten(1, (-1, self.code_size)).split(self.codes, dim=1)
         theta = []
         for generator, code, group in zip(self.generators, codes, self.shapes):
+            hidden = generator[:-1](code)  # W is linear from here on: cheaper to subtract now
+            hidden = hidden[:-1] - hidden[-1:] if self.means else hidden
             sizes = [f * k // code.shape[1] for f, k in group]
-            parts = generator(code).split(sizes, dim=-1)  # (N, codes, weights); factor: see 03
+            parts = generator[-1](hidden).split(sizes, -1)  # (N, codes, weights); factor: see 03
             theta += [p.reshape(len(p), f, k) * (2 / k) ** 0.5 for p, (f, k) in zip(parts, group)]
         return theta
 
     def forward(self, z: Tensor) -> list[Tensor]:
         if not self.codes:
             return [mean.index_select(0, z) for mean in self.means]
-        codes = self.extractor(z) + self.bias
-        if not self.means:
-            return self.generate(codes)
-        made = [w.split([len(z), 1]) for w in self.generate(torch.cat([codes, self.bias]))]
-        return [a + self.scale * (b - c) for a, (b, c) in zip(self.means, made)]
+        theta = self.generate(self.extractor(z) + self.bias)
+        return [a + self.scale * b for a, b in zip(self.means, theta)] if self.means else theta
 
 
 def make_model(c: argparse.Namespace, device) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -145,8 +145,8 @@ def mnist_step(rounds: int = 20) -> None:
     step_row("MNIST", mnist, c, mnist.make_model(c), draw, rounds)
 
 
-def cifar_step(name: str, script, networks: int, images: int, rounds: int) -> None:
-    flags = f"--device cpu --columns d --networks {networks} --images {images}"
+def cifar_step(name: str, script, column: str, networks: int, images: int, rounds: int) -> None:
+    flags = f"--device cpu --columns {column} --networks {networks} --images {images}"
     (c,) = script.parse_args(flags.split()).runs
     size = 32 + 2 * c.crop
     padded, y = torch.randn(2000, 3, size, size), torch.randint(10, (2000,))
@@ -162,6 +162,8 @@ if __name__ == "__main__":
     for name in CASES:
         networks_row(name)
     mnist_step()
-    cifar_step("LeNet", lenet, 10, 512, rounds=10)
-    cifar_step("LeNet", lenet, 10, 128, rounds=10)
-    cifar_step("ResNet-32", resnet, 4, 64, rounds=3)
+    cifar_step("LeNet (d)", lenet, "d", 10, 512, rounds=10)
+    cifar_step("LeNet (d)", lenet, "d", 10, 128, rounds=10)
+    cifar_step("ResNet-32 (d)", resnet, "d", 4, 64, rounds=3)
+    cifar_step("ResNet-32 (c+)", resnet, "c+", 2, 64, rounds=6)
+    cifar_step("ResNet-32 (d+)", resnet, "d+", 2, 64, rounds=6)

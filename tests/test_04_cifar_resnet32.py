@@ -391,6 +391,19 @@ def test_processes_need_a_multiple_of_networks(small, tmp_path, monkeypatch, cap
     assert not (tmp_path / "out").exists()
 
 
+def test_deviations_are_differences_of_the_papers_g(small):
+    """G around a mean subtracts before W's last layer; here two whole networks are subtracted."""
+    torch.manual_seed(0)
+    model, paper = model_of(small, "d+").double(), model_of(small, "d").double()
+    state = {name: v for name, v in model.state_dict().items() if not name.startswith("means")}
+    paper.load_state_dict(state)
+    with torch.no_grad():
+        z = torch.randn(3, 500).double()
+        made, networks, (origin,) = model(z), paper(z), zip(*paper(torch.zeros(1, 500).double()))
+    for layer, mean, network, start in zip(made, model.means, networks, origin):
+        torch.testing.assert_close(layer, mean + 0.1 * (network - start))
+
+
 def test_means(small, capsys):
     """--means 0 in a column around a mean is the paper's G, which Adam alone trains; columns
     without a mean refuse the flag."""
