@@ -457,13 +457,13 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 def plot_fronts(runs: list[dict]) -> Figure:
     """Is diversity worth its price? Validation images of CIFAR-10."""
     figure = Figure(figsize=(8, 5), layout="constrained")
-    ax = figure.subplots()
+    ax = figure.subplots(subplot_kw=dict(xmargin=0.15))
     for run in (run for run in runs if run["settings"]["dataset"] == "cifar10"):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
         one, ten = 100 * val["vote 1"], 100 * val.get("vote 10", val["vote 1"])  # (a) has one
         kind = "chance" if c["column"] in "ab" else c["diversity"]
         ax.plot(one, ten, "o-", color=COLOURS[kind], label=f"diversity: {kind}")
-        ax.annotate(c["column"], (one, ten), (7, -4), textcoords="offset points")
+        ax.annotate(c["name"].partition("_")[2], (one, ten), (7, -4), textcoords="offset points")
     for column, (one, ten) in PAPER.items():
         ax.plot(100 * one, 100 * ten, marker=f"${column}$", ls="", c="grey", label="paper")
     ax.axline((90, 90), slope=1, color="lightgrey", zorder=0, label="a vote is as good as one")
