@@ -128,7 +128,7 @@ def test_lengths_of_scripts():
         "(e) around": "03_cifar_lenet/cifar10_e",
         "(e), two": "03_cifar_lenet/cifar10_e: of each mean",
         "ResNet-32, vote of ten: (a)": "04_cifar_resnet32/cifar10_a_amp1",
-        "(b) one chain": "04_cifar_resnet32/cifar10_b_amp1",
+        "(b) one chain": "04_cifar_resnet32/cifar10_b_lr0.01_amp1",
         "(c+) around a learned mean, one seed": "04_cifar_resnet32/cifar10_c+_amp1",
         "(d+) the same with the entropy of outputs, one seed": "04_cifar_resnet32/cifar10_d+",
     }.items(),
