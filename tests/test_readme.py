@@ -130,7 +130,7 @@ def test_lengths_of_scripts():
         "ResNet-32, vote of ten: (a)": "04_cifar_resnet32/cifar10_a_amp1",
         "(b) one chain": "04_cifar_resnet32/cifar10_b_lr0.01_amp1",
         "(c+) around a learned mean, one seed": "04_cifar_resnet32/cifar10_c+_amp1",
-        "(d+) the same with the entropy of outputs, one seed": "04_cifar_resnet32/cifar10_d+",
+        "(d+) the same with the entropy of outputs, lam": "04_cifar_resnet32/cifar10_d+_lam100000",
     }.items(),
 )
 def test_accuracies_are_those_of_the_runs(row, run):
