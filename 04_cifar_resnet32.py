@@ -456,7 +456,7 @@ def analyse(model: nn.Module, c: argparse.Namespace, data: dict) -> dict:
 
 def plot_fronts(runs: list[dict]) -> Figure:
     """Is diversity worth its price? Validation images of CIFAR-10."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     ax = figure.subplots(subplot_kw=dict(xmargin=0.15))
     for run in (run for run in runs if run["settings"]["dataset"] == "cifar10"):
         c, val = run["settings"], run["networks"]["sampled"]["val"]
