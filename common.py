@@ -71,7 +71,9 @@ def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
 
         # Channel f of this layer feeds K_next / F inputs of the next one: the k * k taps of a
         # convolution, or all pixels of that channel where a dense layer follows a convolution.
-        taps = following[..., :-1].unflatten(-1, (filters.shape[1], -1))  # (N, F_next, F, taps)
+        weight = following[..., :-1]
+        bias = following[..., -1:]
+        taps = weight.unflatten(-1, (filters.shape[1], -1))  # (N, F_next, F, taps)
         taps = taps * scale[:, None, :, None]
         if sort_filters:
             direction = torch.arange(filters.shape[-1], device=filters.device).cos()
@@ -80,10 +82,13 @@ def fix_gauge(layers: list[Tensor], sort_filters: bool = False) -> list[Tensor]:
             filters = filters[network, order]
             taps = taps.transpose(1, 2)[network, order].transpose(1, 2)
         layers[i] = filters
-        layers[i + 1] = torch.cat([taps.flatten(2), following[..., -1:]], dim=-1)
+        layers[i + 1] = torch.cat([taps.flatten(2), bias], dim=-1)
 
-    weight, bias = layers[-1][..., :-1], layers[-1][..., -1:]  # bias: (N, F, 1)
-    layers[-1] = torch.cat([weight, bias - bias.mean(dim=1, keepdim=True)], dim=-1)
+    last = layers[-1]
+    weight = last[..., :-1]
+    bias = last[..., -1:]  # (N, F, 1)
+    bias = bias - bias.mean(dim=1, keepdim=True)
+    layers[-1] = torch.cat([weight, bias], dim=-1)
     return layers
 
 
@@ -101,8 +106,12 @@ def each_network(network, x: Tensor, layers: list[Tensor]) -> Tensor:
     """
     if x.device.type != "cpu":
         return network(x, layers)
-    split = zip(x.split(1), *(filters.split(1) for filters in layers))
-    return torch.cat([network(images, list(theta)) for images, *theta in split])
+    split = [filters.split(1) for filters in layers]
+    answers = []
+    for n, images in enumerate(x.split(1)):
+        theta = [filters[n] for filters in split]
+        answers.append(network(images, theta))
+    return torch.cat(answers)
 
 
 def conv2d(
@@ -121,21 +130,24 @@ def conv2d(
     weight = filters[..., :-1] if bias else filters
     weight = weight.unflatten(-1, (channels, kernel_size, kernel_size)).flatten(0, 1)
     shift = filters[..., -1].flatten() if bias else None
-    x = side_by_side(x)
-    if x.device.type == "cpu" and x.shape[1] == 1:
-        # A single input channel: the library's gradient is slow, patches times filters three times
-        # as fast, and the result is channels last by itself.
-        x = F.pad(x, [padding] * 4)[:, 0]
-        patches = x.unfold(1, kernel_size, stride).unfold(2, kernel_size, stride)
-        y = F.linear(patches.flatten(3), weight.flatten(1), shift).permute(0, 3, 1, 2)
-    else:
+    x = side_by_side(x)  # (B, N * C, H, W)
+    if x.device.type != "cpu" or x.shape[1] > 1:
         y = F.conv2d(x, weight, shift, stride, padding, groups=n)
-    return apart(y, n)
+        return apart(y, n)
+
+    # One network and one input channel on the CPU: there the library's gradient is slow, patches
+    # times filters are three times as fast, and the result is channels last by itself.
+    x = F.pad(x, [padding] * 4)[:, 0]  # (B, H, W)
+    patches = x.unfold(1, kernel_size, stride).unfold(2, kernel_size, stride)
+    y = F.linear(patches.flatten(3), weight.flatten(1), shift)  # (B, H', W', F)
+    return apart(y.permute(0, 3, 1, 2), n)
 
 
 def linear(x: Tensor, filters: Tensor) -> Tensor:
     """Network n's neurons on batch n: (N, B, K), (N, F, K + 1) -> (N, B, F)."""
-    return torch.baddbmm(filters[..., -1].unsqueeze(1), x, filters[..., :-1].transpose(1, 2))
+    weight = filters[..., :-1]
+    bias = filters[..., -1].unsqueeze(1)  # (N, 1, F)
+    return torch.baddbmm(bias, x, weight.transpose(1, 2))
 
 
 def batch_norm(
@@ -175,4 +187,6 @@ def apart(x: Tensor, n: int) -> Tensor:
 def majority(votes: Tensor) -> Tensor:
     """The classes (N, B) that N networks chose -> (B,): those with the most votes; ties go to the
     smallest class."""
-    return torch.stack([(votes == k).sum(dim=0) for k in range(votes.max() + 1)]).argmax(dim=0)
+    classes = range(int(votes.max()) + 1)
+    counts = torch.stack([(votes == k).sum(dim=0) for k in classes])  # (classes, B)
+    return counts.argmax(dim=0)
