@@ -1,417 +1,418 @@
-"""What is new in the ResNet-32 script: the target network, batch norm's moments, processes that
-share a step. What it has in common with LeNet's is tested in test_03_cifar_lenet.py."""
+"""What is new in the ResNet-32 script: the target network, batch norm's moments, generators of whole
+stages, processes that share a step. What it has word for word in common with LeNet's is tested in
+test_03_cifar_lenet.py, some of whose tests run here once more."""
 
-import contextlib
+import dataclasses
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
+import test_03_cifar_lenet as lenet_tests
 import torch
 import torch.nn.functional as F
-from test_03_cifar_lenet import FAKE, model_of, parameters, saved, settings, shrink, spread_model
+from test_03_cifar_lenet import command, generator_of, one_network, parameters, saved, small
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torchvision.models.resnet import BasicBlock
 
-ROOT = Path(__file__).resolve().parents[1]
+
+def shrink(resnet, put):
+    """One block in a stage, narrow hypernetworks; `put` is setattr, or one that is undone."""
+    mlp = resnet.mlp
+    layers = [(16, [29]), (16, [146] * 2), (32, [18, 146, 290]), (64, [34, 290, 578]), (10, [65])]
+    put(resnet, "LAYERS", layers)
+    put(resnet, "STRIDES", [1, 2, 2])
+    put(resnet, "mlp", lambda fan_in, width, fan_out: mlp(fan_in, width // 8, fan_out))
 
 
 @pytest.fixture
-def small(resnet, monkeypatch):
-    """One block per stage, small hypernetworks, few images."""
+def little(resnet, monkeypatch):
     shrink(resnet, monkeypatch.setattr)
     return resnet
 
 
-# ---- counts and architecture ---------------------------------------------------------------------
-
-
+# ---- The target network --------------------------------------------------------------------------
 def test_counts_of_the_paper(resnet):
-    hypernet = model_of(resnet)
-    outputs = [generator[-1].out_features for generator in hypernet.generators]
-    assert outputs == [29, 1460, 2774, 5526, 650]
-    parts = [parameters(part) for part in (hypernet.extractor, *hypernet.generators)]
+    model = resnet.make_model(resnet.COLUMNS["d"])
+    assert [module[-1].out_features for module in model.generators] == [29, 1460, 2774, 5526, 650]
+    parts = [parameters(part) for part in (model.extractor, *model.generators)]
     assert parts == [2532000, 669600, 1814400, 2865600, 5067200, 1166400]
-    assert parameters(hypernet) == sum(parts) + 1032
-    for column in ("c+", "d+"):
-        assert parameters(model_of(resnet, column)) == sum(parts) + 1032 + 466906
-    theta = resnet.sample(hypernet, 2)
+    assert parameters(model) == sum(parts) + 1032  # the bias of the codes
+    theta = resnet.sample(model, 2, None)
     assert sum(layer[0].numel() for layer in theta) == 466906
-    network = model_of(resnet, "a")
-    assert parameters(network) == 466906
-    shapes = [layer.shape[1:] for layer in resnet.sample(network, 1)]
-    assert [layer.shape[1:] for layer in theta] == shapes
-    assert sum(shape[0] for shape in shapes[:-1]) == 1232
+    assert sum(layer.shape[1] for layer in theta[:-1]) == 1232  # batch norms
+    for column in ("a", "d+"):
+        weights = resnet.make_model(resnet.COLUMNS[column]).weights
+        assert [layer.shape[1:] for layer in weights] == [layer.shape[1:] for layer in theta]
 
 
-class Block(nn.Module):
-    def __init__(self, channels, filters, stride):
-        super().__init__()
-        self.projection = nn.Identity()
-        if stride > 1:
-            self.projection = nn.Sequential(
-                nn.Conv2d(channels, filters, 1, stride, bias=False), nn.BatchNorm2d(filters)
-            )
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, filters, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(filters),
-            nn.ReLU(),
-            nn.Conv2d(filters, filters, 3, padding=1, bias=False),
-            nn.BatchNorm2d(filters),
-        )
-
-    def forward(self, x):
-        return (self.body(x) + self.projection(x)).relu()
-
-
-def twin_network(theta, blocks: int = 5):
-    """ResNet-32 of torch.nn modules with these weights, its layers in the order of ours; theta's
-    gamma is gamma - 1."""
-    layers = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    for channels, filters, stride in (16, 16, 1), (16, 32, 2), (32, 64, 2):
-        layers += [Block(channels, filters, stride)]
-        layers += [Block(filters, filters, 1) for _ in range(blocks - 1)]
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    twin = nn.Sequential(*layers).to(theta[0].dtype)
-    convs = [m for m in twin.modules() if isinstance(m, nn.Conv2d)]
-    norms = [m for m in twin.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(convs) == len(norms) == len(theta) - 1 == 3 + 6 * blocks
-    with torch.no_grad():
-        for conv, norm, layer in zip(convs, norms, theta):
-            conv.weight.copy_(layer[:, :-2].view_as(conv.weight))
-            norm.weight.copy_(1 + layer[:, -2])
-            norm.bias.copy_(layer[:, -1])
-        twin[-1].weight.copy_(theta[-1][:, :-1])
-        twin[-1].bias.copy_(theta[-1][:, -1])
-    return twin, convs, norms
-
-
-def random_theta(resnet, n: int) -> list[torch.Tensor]:
-    """In double precision, as 32 layers amplify rounding."""
+def random_theta(resnet, number):
+    """In double precision, as 32 layers amplify rounding; gamma and beta differ from 1 and 0."""
     torch.manual_seed(0)
-    return [layer.double() for layer in resnet.sample(model_of(resnet, "a", networks=n), n)]
+    theta = []
+    for layer in resnet.he_weights(resnet.LAYERS, number):
+        theta.append(layer.double() + 0.1 * torch.randn(layer.shape).double())
+    return theta
+
+
+def twin_network(theta):
+    """One network, of torchvision's blocks. Also its convolutions and batch norms in our order."""
+    stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    modules = [stem, nn.BatchNorm2d(16), nn.ReLU()]
+    layers = [(stem, modules[1])]
+    channels = 16
+    for filters in [16] * 5 + [32] * 5 + [64] * 5:
+        stride = filters // channels
+        shortcut = None
+        if stride == 2:
+            projection = nn.Conv2d(channels, filters, 1, stride, bias=False)
+            shortcut = nn.Sequential(projection, nn.BatchNorm2d(filters))
+            layers.append((projection, shortcut[1]))
+        block = BasicBlock(channels, filters, stride, shortcut)
+        modules.append(block)
+        layers += [(block.conv1, block.bn1), (block.conv2, block.bn2)]
+        channels = filters
+    last = nn.Linear(64, 10)
+    twin = nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), last).double()
+    for (conv, norm), layer in zip(layers, theta[:-1], strict=True):
+        conv.weight.data = layer[0, :, :-2].detach().reshape(conv.weight.shape)
+        norm.weight.data = 1 + layer[0, :, -2].detach()
+        norm.bias.data = layer[0, :, -1].detach()
+    last.weight.data = theta[-1][0, :, :-1].detach()
+    last.bias.data = theta[-1][0, :, -1].detach()
+    return twin, layers
 
 
 def test_target_network_is_resnet32(resnet):
-    """Values and gradients of two networks against torch.nn, in training mode."""
+    """Values and gradients of two networks against torchvision's blocks, in training mode. Double
+    precision, whose rounding 32 layers amplify a thousandfold and more."""
     theta = [layer.requires_grad_() for layer in random_theta(resnet, 2)]
-    x = torch.randn(2, 4, 3, 32, 32, dtype=torch.float64)
+    x = torch.randn(2, 4, 3, 32, 32).double()
     logits = resnet.each_network(resnet.target_network, x, theta)
     logits.square().sum().backward()
     for n in range(2):
-        twin, convs, norms = twin_network([layer[n] for layer in theta])
+        twin, layers = twin_network(one_network(theta, n))
         expected = twin(x[n])
         torch.testing.assert_close(logits[n], expected, rtol=1e-6, atol=1e-6)
         expected.square().sum().backward()
-        for conv, norm, layer in zip(convs, norms, theta):
-            columns = (conv.weight.grad.flatten(1), norm.weight.grad, norm.bias.grad)
-            grad = torch.cat([c.view(len(columns[1]), -1) for c in columns], dim=1)
+        grads = [[conv.weight, norm.weight, norm.bias] for conv, norm in layers]
+        grads.append([twin[-1].weight, twin[-1].bias])
+        for layer, parts in zip(theta, grads, strict=True):
+            columns = [part.grad.view(len(part), -1) for part in parts]
+            grad = torch.cat(columns, dim=1)
             torch.testing.assert_close(layer.grad[n], grad, rtol=1e-5, atol=1e-5)
-        grad = torch.cat([twin[-1].weight.grad, twin[-1].bias.grad[:, None]], dim=1)
-        torch.testing.assert_close(theta[-1].grad[n], grad)
 
 
-@pytest.mark.parametrize("blocks, images", [(5, 6), (1, 505)])
-def test_recalibration_and_inference(resnet, monkeypatch, blocks, images):
-    """Moments of the inputs of torch.nn's batch norms in training mode, portions of 500 images
-    weighted by their number, and then inference in its eval mode. One block a stage and float32 for
-    two portions."""
-    monkeypatch.setattr(resnet, "BLOCKS", blocks)
+@torch.no_grad()
+def test_moments(resnet):
+    """Those that torch's batch norms keep of one batch in training, and what these networks answer
+    in eval mode to other images. Torch keeps the unbiased variance."""
     theta = random_theta(resnet, 2)
-    x = torch.randn(images, 3, 32, 32, dtype=torch.float64)
+    x = torch.randn(20, 3, 32, 32).double()
     x[:, 0] += 3  # a mean to subtract
-    exact = dict(rtol=1e-6, atol=1e-9)
-    if images > 500:
-        theta, x = [layer[1:].float() for layer in theta], x.float()
-        exact = dict(rtol=1e-3, atol=1e-4)
-    calibrated = resnet.recalibrate(theta, x)
-    twin, _, norms = twin_network([layer[-1] for layer in theta], blocks)
-    sums = {norm: 0 for norm in norms}
-
-    def moments(norm, inputs):
-        channels = inputs[0].transpose(0, 1).flatten(1)  # (C, B * H * W)
-        means = torch.stack([channels.mean(dim=1), channels.square().mean(dim=1)], dim=1)
-        sums[norm] = sums[norm] + means * len(inputs[0]) / images
-
-    hooks = [norm.register_forward_pre_hook(moments) for norm in norms]
-    with torch.no_grad():
-        for part in x.split(500):
-            twin(part)
-        for hook in hooks:
-            hook.remove()
-        for layer, old, norm in zip(calibrated, theta, norms):
-            assert torch.equal(layer[..., :-2], old)
-            mean, square = sums[norm].unbind(dim=1)
-            torch.testing.assert_close(layer[-1, :, -2], mean, **exact)
-            torch.testing.assert_close(layer[-1, :, -1], square - mean**2, **exact)
-            norm.running_mean.copy_(mean)
-            norm.running_var.copy_(square - mean**2)
-        assert torch.equal(calibrated[-1], theta[-1])
-        expected = twin.eval()(x[:6]).softmax(dim=1)
-    torch.testing.assert_close(resnet.predict(calibrated, x[:6])[-1], expected, **exact)
+    networks = resnet.recalibrate(theta, x[:12])
+    probabilities = resnet.predict(networks, x[12:])
+    assert len(networks) == 2
+    for n, (_, moments) in enumerate(networks):
+        twin, layers = twin_network(one_network(theta, n))
+        for _, norm in layers:
+            norm.momentum = 1.0  # running moments are those of the last batch
+        twin(x[:12])
+        numbers = 12 * np.array([32 * 32] * 11 + [16 * 16] * 11 + [8 * 8] * 11)
+        for (_, norm), (mean, var), number in zip(layers, moments, numbers, strict=True):
+            norm.running_var *= (number - 1) / number
+            torch.testing.assert_close(mean[0], norm.running_mean, rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(var[0], norm.running_var, rtol=1e-6, atol=1e-8)
+        expected = twin.eval()(x[12:]).softmax(dim=1)
+        torch.testing.assert_close(probabilities[n], expected, rtol=1e-6, atol=1e-8)
 
 
-def test_moments_of_one_batch_make_inference_equal_training(resnet):
-    theta = random_theta(resnet, 2)
-    x = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    calibrated = resnet.predict(resnet.recalibrate(theta, x), x)
-    torch.testing.assert_close(calibrated, resnet.predict(theta, x), rtol=1e-6, atol=1e-6)
+# ---- Hypernetworks -------------------------------------------------------------------------------
+def plain_mlp(module, x):
+    """Three matrices, leaky ReLU after two of them, and a skip around the one in the middle."""
+    x = F.leaky_relu(module[0].weight @ x, 0.05)
+    x = x + F.leaky_relu(module[2][0].weight @ x, 0.05)
+    return module[3].weight @ x
+
+
+def plain_weights(model, z):
+    """W(E(z) + bias) of one network, one code after the other: it makes the filters of one number
+    in all layers of its stage, the projection first, or the whole last layer."""
+    codes = (plain_mlp(model.extractor, z) + model.bias).view(129, 8)
+    stages = [[29], [146] * 10, [18, 146] + [290] * 9, [34, 290] + [578] * 9]
+    theta = []
+    used = 0
+    for module, number, sizes in zip(model.generators, [16, 16, 32, 64], stages):
+        made = [plain_mlp(module, code).split(sizes) for code in codes[used : used + number]]
+        used += number
+        for k, size in enumerate(sizes):
+            filters = [parts[k] for parts in made]
+            theta.append(torch.stack(filters) * (2 / size) ** 0.5)
+    last = plain_mlp(model.generators[4], codes[128])
+    return [*theta, last.view(10, 65) * (2 / 65) ** 0.5]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("column", ["c", "c+"])
+def test_hypernetworks(resnet, column):
+    """W(E + b), and mean + scale * (W(E + b) - W(b)), where E(0) = 0. Float32: sums of 1,000."""
+    s = dataclasses.replace(resnet.COLUMNS[column], scale=0.3)
+    model = lenet_tests.spread_model(resnet, s)
+    z = model.draw_z(2, generator_of(0))
+    assert z.shape == (2, 500) and not torch.equal(z[0], z[1])
+    theta = model(z)
+    for n in range(2):
+        plain = plain_weights(model, z[n])
+        if column == "c+":
+            origin = plain_weights(model, torch.zeros(500))
+            for k, mean in enumerate(model.weights):
+                plain[k] = mean[0] + 0.3 * (plain[k] - origin[k])
+        for ours, expected in zip(theta, plain, strict=True):
+            torch.testing.assert_close(ours[n], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_start(resnet):
-    """Gamma near 1, beta near 0, weights of the usual size; near-copies, but not the same. Networks
-    of SGD, and a learned mean, begin at gamma = 1 and beta = 0 exactly, as in torch.nn."""
+    """Ordinary networks, and the mean, begin at gamma = 1 and beta = 0, as in torch.nn, and of He's
+    size. Generated ones are near-copies, but not the same, with gamma near 1."""
     torch.manual_seed(0)
     for column in ("a", "c+"):
-        means = model_of(resnet, column).means
-        assert all((mean[..., -2:] == 0).all() for mean in means[:-1]) and (means[-1] != 0).all()
-    theta = resnet.sample(model_of(resnet), 5)
-    for layer in theta[:-1]:
-        assert abs(layer[..., -2:].mean()) < 0.3 and layer[..., -2].std() < 0.4
-    third = theta[-2]  # 64 filters, 576 inputs
-    assert 0.5 < third[..., :-2].square().mean() * 576 / 2 < 2
-    vectors = F.normalize(third.flatten(1), dim=1)
+        *layers, last = resnet.make_model(resnet.COLUMNS[column]).weights
+        assert all((layer[..., -2:] == 0).all() for layer in layers) and (last != 0).all()
+        assert layers[-1][..., :-2].square().mean().item() == pytest.approx(2 / 578, rel=0.03)
+    layer = resnet.sample(resnet.make_model(resnet.COLUMNS["c"]), 5, generator_of(0))[-2]
+    assert abs(layer[..., -2:].mean()) < 0.3 and layer[..., -2].std() < 0.4
+    assert 0.5 < layer[..., :-2].square().mean() * 576 / 2 < 2
+    vectors = F.normalize(layer.flatten(1), dim=1)
     likeness = (vectors @ vectors.T)[~torch.eye(5, dtype=torch.bool)]
     assert 0.9 < likeness.mean() < 0.999
 
 
-def test_a_filter_comes_from_its_own_code(small):
-    """A code stands for the filters of its number in all layers of its stage, projection included,
-    and for no others; the last one for the whole last layer."""
-    torch.manual_seed(0)
-    hypernet = model_of(small)
-    with torch.no_grad():
-        hypernet.extractor[-1].weight.zero_()  # the codes are the bias alone
-        codes = hypernet.bias.view(129, 8)
-        before = small.sample(hypernet, 1)
-        codes[16 + 16 + 3] += 1  # the fourth of the second stage
-        codes[-1] += 1
-        after = small.sample(hypernet, 1)
-    changed = [(a != b).any(dim=-1).nonzero()[:, 1].tolist() for a, b in zip(before, after)]
-    assert changed == [[]] + [[]] * 2 + [[3]] * 3 + [[]] * 3 + [list(range(10))]
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def step_inputs(n: int) -> tuple[torch.Tensor, ...]:
+# ---- The objective -------------------------------------------------------------------------------
+def step_inputs(n):
     """z, images and labels of a step in double precision; the first two images are shared."""
     torch.manual_seed(1)
-    z, x = torch.randn(n, 500).double(), torch.randn(n, 4, 3, 32, 32).double()
+    z = torch.randn(n, 500).double()
+    x = torch.randn(n, 4, 3, 32, 32).double()
     y = torch.randint(10, (n, 4))
-    x[:, :2], y[:, :2] = x[0, :2].clone(), y[0, :2].clone()
+    x[:, :2] = x[0, :2].clone()
+    y[:, :2] = y[0, :2].clone()
     return z, x, y
 
 
 @pytest.mark.parametrize("kind", ["outputs", "none"])
-def test_objective(small, kind):
-    """loss = lam * cross-entropy - ramp * entropy, from loops over networks."""
-    c = settings(small, "d", diversity=kind, shared=2, lam=70.0)
-    torch.manual_seed(0)
-    model, (z, x, y) = spread_model(small).double(), step_inputs(3)
-    loss, loss_acc, entropy, acc = small.training_step(model, z, x, y, c, ramp=0.3)
+def test_objective(little, kind):
+    """loss = lam * cross-entropy - ramp * entropy, from loops over networks, double precision."""
+    s = little.Settings(diversity=kind, shared_images=2, lam=70.0)
+    model = lenet_tests.spread_model(little, s).double()
+    z, x, y = step_inputs(3)
+    result = little.training_step(model, z, x, y, s, 0.3)
     theta = model(z)
-    logits = [
-        small.target_network(x[n : n + 1], [t[n : n + 1] for t in theta])[0] for n in range(3)
-    ]
-    cross_entropy = sum(F.cross_entropy(logits[n], y[n]) for n in range(3)) / 3
-    torch.testing.assert_close(loss_acc, cross_entropy)
-    expected = torch.zeros(()).double()
+    points = []
+    loss_acc = 0
+    hits = 0
+    for n in range(3):
+        logits = little.target_network(x[n : n + 1], one_network(theta, n))[0]
+        loss_acc += F.cross_entropy(logits, y[n]) / 3
+        hits += (logits.argmax(dim=1) == y[n]).sum().item()
+        points.append(logits[:2].softmax(dim=1))
+    entropy = torch.zeros(()).double()
     if kind == "outputs":
-        points = [logit[:2].softmax(dim=1).flatten() for logit in logits]
-        near = [min(torch.dist(p, q) for q in points if q is not p).log() for p in points]
-        expected = torch.digamma(torch.tensor(3.0)).double() + 500 * sum(near) / 3
-    torch.testing.assert_close(entropy, expected)
-    torch.testing.assert_close(loss, 70 * cross_entropy - 0.3 * expected)
-    hits = sum((logits[n].argmax(dim=1) == y[n]).sum().item() for n in range(3))
-    assert acc.item() == pytest.approx(hits / 12)
+        logs = []
+        for n, m, k in (0, 1, 2), (1, 2, 0), (2, 0, 1):
+            distances = [torch.dist(points[n], points[m]), torch.dist(points[n], points[k])]
+            logs.append(min(distances).log())
+        entropy = torch.digamma(torch.tensor(3.0).double()) + 500 * sum(logs) / 3
+    torch.testing.assert_close(result["loss_acc"], loss_acc)
+    torch.testing.assert_close(result["entropy"], entropy)
+    torch.testing.assert_close(result["loss"], 70 * loss_acc - 0.3 * entropy)
+    assert result["acc"].item() == pytest.approx(hits / 12)
 
 
-def test_amp_changes_little(small):
-    """bfloat16 has eight bits: a cross-entropy within a few percent, entropy in float32."""
+def test_amp(little, capsys):
+    """bfloat16 has eight bits: a cross-entropy within a few percent, but not the same. Distances
+    between answers would be noise: refused, whichever of the two is the column's own."""
     torch.manual_seed(0)
-    model = model_of(small)
-    z, x, y = model.noise(2), torch.randn(2, 4, 3, 32, 32), torch.randint(10, (2, 4))
-    results = []
+    model = little.make_model(little.COLUMNS["c+"])
+    z, x, y = step_inputs(2)
+    losses = []
     for amp in (False, True):
-        c = settings(small, "d", amp=amp)
-        loss, loss_acc, entropy, _ = small.training_step(model, z, x, y, c)
-        loss.backward()
-        assert loss_acc.dtype == entropy.dtype == torch.float32
+        s = little.Settings(amp=amp)
+        result = little.training_step(model, z.float(), x.float(), y, s, 1.0)
+        result["loss"].backward()
+        assert result["loss"].dtype == torch.float32
         assert all(p.grad.isfinite().all() for p in model.parameters())
-        results.append(loss_acc)
-    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
-    assert results[0] != results[1]
+        losses.append(result["loss_acc"].item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05) and losses[0] != losses[1]
+    for words in ("--columns c d+ --amp", "--columns c --amp --diversity outputs"):
+        with pytest.raises(SystemExit, match="2"):
+            little.main(words.split())
+        assert "no amp" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta"])
-@pytest.mark.parametrize("kind", ["outputs", "none"])
-@pytest.mark.parametrize("means", [0, 1])
-def test_training_step_without_the_device(small, monkeypatch, device, kind, means):
+@pytest.mark.parametrize("column", ["b", "d", "d+"])
+def test_without_the_device(little, monkeypatch, device, column):
     """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
     cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
-    c = settings(small, "d", diversity=kind, means=means)
-    if device == "meta":
-        monkeypatch.setattr(
-            torch, "autocast", lambda *_, **__: contextlib.nullcontext()
-        )  # it does not know meta
-    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
-        with torch.device(device):  # for the parameters; the step must find its device by itself
-            model = small.Hypernetwork(small.target_shapes(10), c.codes, means)
-        padded = torch.rand(20, 3, 40, 40, device=device)
-        y = torch.zeros(20, dtype=torch.long, device=device)
-        batch = small.draw(padded, y, (2, 4), 2, generator=None)  # no device, no generator
-        results = small.training_step(model, model.noise(2), *batch, c)
-        assert all(result.device.type == device for result in results)
+    s = small(little, column)
+    if device == "meta":  # which autocast does not know
+        monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    with FakeTensorMode() if device == "cuda" else nullcontext():
+        with torch.device(device):  # for the parameters; the rest must find it by itself
+            model = little.make_model(s)
+            padded = torch.rand(20, 3, 40, 40)
+            y = torch.zeros(20, dtype=torch.long)
+        batch = little.random_crops(padded, y, s, None)
+        result = little.training_step(model, model.draw_z(2, None), *batch, s, 0.5)
+        assert all(value.device.type == device for value in result.values())
         if device == "meta":
-            results[0].backward()
+            result["loss"].backward()
             assert all(p.grad.device.type == device for p in model.parameters())
+        networks = little.recalibrate(little.sample(model, 2, None), padded[:, :, :32, :32])
+        assert little.predict(networks, padded[:, :, :32, :32]).device.type == device
+        assert little.average(model, 2, None)[0].device.type == device
 
 
-# ---- several processes ---------------------------------------------------------------------------
+# ---- The script ----------------------------------------------------------------------------------
+def test_load_data(resnet, lenet, data):
+    expected = lenet.load_data(lenet.Settings(test_images=20), data, "cpu")
+    for split, parts in resnet.load_data(resnet.Settings(test_images=20), data, "cpu").items():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, expected[split]))
 
+
+@torch.no_grad()
+def test_analyse(little, data):
+    """Each network, the average one too, with moments of its own, from loops over networks."""
+    s = small(little, "d --averaged 120 --moments 30 --test-networks 3")
+    model = lenet_tests.spread_model(little, s)
+    data = little.load_data(s, data, "cpu")
+    results = little.analyse(model, s, data)
+    generator = generator_of(little.TEST)
+    ensembles = dict(networks=little.sample(model, 3, generator))
+    many = model(model.draw_z(120, generator))
+    ensembles["average"] = [layer.mean(dim=0, keepdim=True) for layer in many]
+    many = little.sample(model, 100, generator)
+    ensembles["gaussian"] = little.gaussian_like(many, 3, generator)
+    for split in ("val", "test"):
+        x, y = data[split]
+        for kind, theta in ensembles.items():
+            losses = []
+            for n in range(len(theta[0])):
+                network = one_network(theta, n)
+                moments = little.target_network(data["train"][0][None, :30], network, measure=True)
+                logits = little.target_network(x[None], network, moments)[0]
+                losses.append(F.cross_entropy(logits, y).item())
+            assert results[split][kind]["nll_one"] == pytest.approx(np.mean(losses), rel=1e-3)
+
+
+def test_all_columns(little, data, tmp_path, capsys):
+    little.main(command(data, tmp_path, " ".join(little.COLUMNS) + " --moments 30"))
+    text = capsys.readouterr().out
+    for column, networks in dict(a=2, b=8, c=12, d=12).items():
+        test = json.loads((tmp_path / column / "metrics.json").read_text())["results"]["test"]
+        kinds = ["networks"] if column in "ab" else ["networks", "average", "gaussian"]
+        assert list(test) == kinds and f"{test['networks']['one']:#.4g}" in text
+        theta = little.sample(little.load(tmp_path / column / "checkpoint.pt"), 12, None)
+        assert len(theta[0]) == networks
+    assert all(f"| {column} " in text for column in little.COLUMNS)
+
+
+def test_gradients_of_the_mean_are_not_clipped(little, data, tmp_path, monkeypatch):
+    lenet_tests.test_gradients_of_the_mean_are_not_clipped(little, data, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("column", ["b", "d+"])
+def test_a_stopped_run_goes_on(little, data, tmp_path, monkeypatch, column):
+    monkeypatch.setattr(little, "validate", lambda *_: {})
+    monkeypatch.setattr(little, "MOVES", 1)
+    lenet_tests.test_a_stopped_run_goes_on(little, data, tmp_path, monkeypatch, column)
+
+
+# ---- Several processes ---------------------------------------------------------------------------
 WORKER = """
 import importlib, os, signal, sys
-import torch, torch.distributed as dist
-from torch import nn
-from test_03_cifar_lenet import model_of, settings, shrink
-from test_04_cifar_resnet32 import step_inputs
+import torch
+from torch.nn.parallel import DistributedDataParallel
+sys.path[:0] = [ROOT, ROOT + "/tests"]
+import conftest, test_03_cifar_lenet as lenet_tests, test_04_cifar_resnet32 as tests
+resnet = importlib.import_module("04_cifar_resnet32")
+tests.shrink(resnet, setattr)
+load_data = resnet.load_data
 
-torch.set_num_threads(1)
-resnet, calls = importlib.import_module("04_cifar_resnet32"), []
-shrink(resnet, setattr)
-training_step, load_data = resnet.training_step, resnet.load_data
+def death():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-def dying(*args):
-    calls.append(None)
-    if len(calls) == 6 and resnet.RANK == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return training_step(*args)
+def one_step(s, *args):  # when data are loaded: the processes know each other
+    if s.model == "around mean":
+        model = DistributedDataParallel(lenet_tests.spread_model(resnet, s).double())
+        share = [part[resnet.RANK :: 2] for part in tests.step_inputs(4)]
+        result = resnet.training_step(model, *share, s, 0.5)
+        result["loss"].backward()
+        content = [result["loss_acc"], result["entropy"], *(p.grad for p in model.parameters())]
+        torch.save(content, f"{sys.argv[1]}{resnet.RANK}")
+    return load_data(s, *args)
 
-def one_step(args):
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(model_of(resnet, "d+").double())
-    part = [tensor.chunk(2)[resnet.RANK] for tensor in step_inputs(4)]
-    loss, *_ = training_step(model, *part, settings(resnet, "d+", shared=2, lam=70.0))
-    loss.backward()
-    dist.all_reduce(loss)
-    if resnet.RANK == 0:
-        torch.save([loss / 2, *(p.grad for p in model.parameters())], sys.argv[1])
-    return load_data(args)
-
-if sys.argv[2] == "killed":
-    resnet.training_step = dying
-else:
-    resnet.load_data = one_step  # main() calls it when the process group is there
-runs = resnet.main(sys.argv[3:])
-assert len(runs) == (2 if resnet.RANK == 0 else 0) and not dist.is_initialized()
+if sys.argv[2] == "step":
+    resnet.load_data = one_step
+elif resnet.RANK == 1:
+    resnet.training_step = lenet_tests.dying(resnet, 6, death)
+resnet.main(sys.argv[3:])
 """
 
 
-def start_two(*argv: str) -> list[subprocess.Popen]:
-    """Two processes with the environment that torchrun gives them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    env |= dict(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}", WORLD_SIZE="2")
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, *argv],
-            env=os.environ | env | dict(RANK=rank, LOCAL_RANK=rank),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+@pytest.mark.skipif(os.name == "nt", reason="kill -9")
+def test_two_processes_equal_one(little, data, tmp_path):
+    """By torchrun: `networks` is the number in all processes. One of them is killed in step 6, the
+    same command goes on. A single step in double precision, with two z in each process, has the
+    loss and the gradients of all four in one. Trained weights are compared by their mean, to a
+    tenth: Adam makes of the rounding of a gradient near 0 a step of another sign, and SGD at a rate
+    of 0.1 lets rounding grow to some percent of the way. Half of the networks make it all of it."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.replace("ROOT", repr(str(lenet_tests.ROOT))))
+    flags = "d+ b --networks 4 --shared-images 2 --lam 70 --moments 30"
 
+    def torchrun(kind, code):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc_per_node=2", str(worker), str(tmp_path / "step"), kind]
+        words += command(data, tmp_path / "two", flags)
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        return done.stdout
 
-def test_two_processes_equal_one(small, tmp_path):
-    """The whole script: `networks` is the number in all processes; one of them is killed in step 6,
-    the same command goes on from step 4; rank 0 alone evaluates and writes. And a single step with
-    two z in each process, and with all four in one: same loss, same gradients. Float32 sums in
-    another order: Adam turns the rounding of a gradient near 0 into a step of another sign, and SGD
-    at a rate of 0.1 lets rounding grow to 2 or 3 percent of the way. So trained weights are
-    compared by their mean, to a tenth; half of the networks missing makes it the whole way."""
-    argv = [*FAKE, "--columns", "d+", "b", "--networks", "4", "--out"]
-    processes = start_two(str(tmp_path / "step"), "killed", *argv, str(tmp_path / "two"))
-    processes[1].communicate()
-    processes[0].kill()  # as torchrun does then
-    processes[0].communicate()
-    assert processes[1].returncode == -signal.SIGKILL
-    assert saved(tmp_path / "two/cifar10_d+_networks4_fake/checkpoint.pt")["step"] == 4
-    processes = start_two(str(tmp_path / "step"), "again", *argv, str(tmp_path / "two"))
-    tables = []
-    for process in processes:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
-        tables.append(out.count("| cifar10_d+_networks4_fake: sampled"))
-    assert tables == [2, 0]
-    loss, *grads = torch.load(tmp_path / "step", weights_only=True)
-    torch.manual_seed(0)
-    model, c = model_of(small, "d+").double(), settings(small, "d+", shared=2, lam=70.0)
-    expected, *_ = small.training_step(model, *step_inputs(4), c)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for grad, parameter in zip(grads, model.parameters()):
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
-
-    small.main([*argv, str(tmp_path / "one")])
-    for column in ("b", "d+"):
-        folder = f"cifar10_{column}_networks4_fake"
-        one, two = (
-            json.loads((tmp_path / out / folder / "metrics.json").read_text())
-            for out in ("one", "two")
-        )
-        assert two["command"].startswith("torchrun --nproc_per_node=2 04_cifar_resnet32.py --fake")
-        assert one["settings"] == two["settings"]
-        assert [row["step"] for row in two["log"]] == [4, 8]
-        models = [saved(tmp_path / out / folder / "checkpoint.pt") for out in ("one", "two")]
-        torch.manual_seed(10**6)  # as train() does for seed 0
-        start = model_of(small, column, networks=4).state_dict()
-        for name, a in models[0]["model"].items():
-            b = models[1]["model"][name]
-            moved, different = (a - start[name]).abs().mean(), (a - b).abs().mean()
+    torchrun("killed", 1)
+    assert len(saved(tmp_path / "two/d+/checkpoint.pt")["log"]) in (4, 5)
+    assert torchrun("step", 0).count("| d+ ") == 2  # one process alone prints two tables
+    little.main(command(data, tmp_path / "one", flags))
+    for column, s in little.parse_args(command(data, tmp_path, flags)).settings.items():
+        one = saved(tmp_path / "one" / column / "checkpoint.pt")
+        two = saved(tmp_path / "two" / column / "checkpoint.pt")
+        assert one["settings"] == two["settings"] and len(one["log"]) == len(two["log"]) == 8
+        torch.manual_seed(10**6)  # as train() does
+        for name, start in little.make_model(s).state_dict().items():
+            moved = (one["model"][name] - start).abs().mean()
+            different = (one["model"][name] - two["model"][name]).abs().mean()
             assert moved > 0 and different < 0.1 * moved, name
-        assert len(models[0]["chain"]) == len(models[1]["chain"]) == 2 * (column == "b")
-    for a, b in zip(one["log"], two["log"]):  # of d+
-        assert a["diversity"] == pytest.approx(b["diversity"], rel=0.01)
-        assert a["norm"] == pytest.approx(b["norm"], rel=0.01)
+
+    s = small(little, flags.replace(" b", ""))
+    model = lenet_tests.spread_model(little, s).double()
+    result = little.training_step(model, *step_inputs(4), s, 0.5)
+    result["loss"].backward()
+    steps = [saved(tmp_path / f"step{rank}") for rank in (0, 1)]
+    torch.testing.assert_close((steps[0][0] + steps[1][0]) / 2, result["loss_acc"].detach())
+    for _, entropy, *grads in steps:
+        torch.testing.assert_close(entropy, result["entropy"].detach())
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-6, atol=1e-9)
 
 
-def test_processes_need_a_multiple_of_networks(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(small, "RANKS", 3)
-    with pytest.raises(SystemExit):
-        small.main([*FAKE, "--networks", "4", "--out", str(tmp_path / "out")])
-    assert "3 processes a multiple of 3" in capsys.readouterr().err
+def test_processes_need_a_multiple_of_networks(little, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(little, "RANKS", 3)
+    with pytest.raises(SystemExit, match="2"):
+        little.main(["--networks", "4", "--out", str(tmp_path / "out")])
+    message = "column a: networks must be a multiple of the number of processes"
+    assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-def test_deviations_are_differences_of_the_papers_g(small):
-    """G around a mean subtracts before W's last layer; here two whole networks are subtracted."""
-    torch.manual_seed(0)
-    model, paper = model_of(small, "d+").double(), model_of(small, "d").double()
-    state = {name: v for name, v in model.state_dict().items() if not name.startswith("means")}
-    paper.load_state_dict(state)
-    with torch.no_grad():
-        z = torch.randn(3, 500).double()
-        made, networks, (origin,) = model(z), paper(z), zip(*paper(torch.zeros(1, 500).double()))
-    for layer, mean, network, start in zip(made, model.means, networks, origin):
-        torch.testing.assert_close(layer, mean + 0.1 * (network - start))
-
-
-def test_means(small, capsys):
-    """--means 0 in a column around a mean is the paper's G, which Adam alone trains; columns
-    without a mean refuse the flag."""
-    (c,) = small.parse_args(["--device", "cpu", "--columns", "c+", "--means", "0"]).runs
-    model, optimizers = small.make_model(c, "cpu")
-    assert c.name == "cifar10_c+_means0" and parameters(model) == parameters(model_of(small))
-    assert [type(o).__name__ for o in optimizers] == ["Adam"]
-    for argv in ("--columns a --means 1", "--columns c --means 1", "--columns c+ --means 2"):
-        with pytest.raises(SystemExit):
-            small.parse_args(argv.split())
-        assert "--means" in capsys.readouterr().err
