@@ -3,298 +3,330 @@
     loss = lam * loss_acc - entropy,     loss_acc = -(value of a Gaussian mixture at the point)
 
 Section "Toy Problem" of the paper. The points of all z form a curve. Accuracy alone would shrink it
-to the highest peak, entropy stretches it; together they draw a path through all peaks that hurries
-(few points) where the mixture is low. A point has no symmetries, so there is no gauge to fix.
-Expect: within 0.5 of all six peaks, and a rank correlation of mixture value and spacing below -0.5.
+to one peak, entropy stretches it; together they draw a path through all six peaks, which hurries
+where the mixture is low, so that few points are bad. A point has no symmetries: no gauge to fix.
+Written are toy.png, the paper's figure 1; lam.png, what lam does; training.gif; metrics.json.
 
-    python 01_toy_gaussian_mixture.py               # five trainings: one minute on two CPU cores
-    python 01_toy_gaussian_mixture.py --seeds 10    # and nine more: three minutes
+    python 01_toy_gaussian_mixture.py --quick   # in seconds: does it run?
+    python 01_toy_gaussian_mixture.py           # five lam: one minute on one CPU core
 """
 
 import argparse
+import io
 import json
 import math
+import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.animation import PillowWriter
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from common import knn_entropy
 
 NAME = "01_toy_gaussian_mixture"
-LAMS = (0.15, 0.5, 1.5, 5.0, 15.0)  # what lam does: the second figure
+LAMS = [0.15, 0.5, 1.5, 5.0, 15.0]  # weights of accuracy against entropy: lam.png
+LAM = 1.5  # of these, the one of toy.png and training.gif
+NETWORKS = 80  # samples of z in a step
+GROUP = 5  # of these, among which the nearest is sought, as in the authors' code
+LR = 5e-3  # highest rate of Adam
 L2 = 0.015  # weight of the points' mean squared norm: keeps the curve from running away
-GROUP = 5  # points among which the nearest is sought, as in the authors' code
-PEAKS = ((-4.35, -4.0), (-0.7, -2.25), (3.75, -2.15), (-1.2, 1.65), (-4.65, 3.7), (-3.05, 4.4))
 
 
 # ---- Arguments -----------------------------------------------------------------------------------
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"{NAME}.py", description=__doc__.splitlines()[0])
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    add = parser.add_argument
-    add("--steps", type=int, default=7500, help="of each training")
-    add("--lr", type=float, default=5e-3, help="highest learning rate of Adam")
-    add("--lam", type=float, default=1.5, help="weight of accuracy against entropy")
-    add("--networks", type=int, default=80, help=f"samples of z in a step, a multiple of {GROUP}")
-    add("--seed", type=int, default=0, help="of all random numbers of training")
-    add("--seeds", type=int, default=1, help="so many seeds, from --seed on, to see the spread")
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    add("--device", choices=devices, default=devices[0], help="where to compute")
-    add("--out", type=Path, default=Path("runs") / NAME, help="folder of metrics and figures")
-    add("--quick", action="store_true", help="at most 1000 steps")
+    add = parser.add_argument
+    add("--steps", type=int, default=7500, help="of each training; default: %(default)s")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--quick", action="store_true", help="small costs, at most: 1000 steps")
+    add("--device", choices=devices, default=devices[0], help="default: %(default)s")
+    add("--out", type=Path, help="default: runs/ and the name of this script, with _quick if so")
     args = parser.parse_args(argv)
-    for name in ("steps", "lr", "lam", "networks", "seeds"):
-        if not 0 < getattr(args, name) < math.inf:
-            parser.error(f"argument --{name}: {getattr(args, name):g} is not a positive number")
-    if args.seed < 0:
-        parser.error(f"argument --seed: {args.seed} is negative")
-    if args.networks % GROUP:
-        parser.error(f"argument --networks: {args.networks} is not a multiple of {GROUP}")
-    args.steps = min(args.steps, 1000) if args.quick else args.steps
+    if not 0 < args.steps < 1_000_000 or not 0 <= args.seed < 4000:
+        parser.error("steps must be above 0 and below a million, seed from 0 to 3999")
+    if args.quick:
+        args.steps = min(args.steps, 1000)
+    if args.out is None:
+        args.out = Path("runs", f"{NAME}_quick" if args.quick else NAME)
     return args
 
 
-# ---- Data: the Gaussian mixture ------------------------------------------------------------------
-class Mixture:
-    """The authors' mixture of ten Gaussians; two triples merge, so that there are six peaks. Their
-    code multiplies (not divides) a Gaussian by 2 pi s^2, and so does this."""
+# ---- Data: a Gaussian mixture --------------------------------------------------------------------
+PEAKS = [(-4.35, -4.0), (-0.7, -2.25), (3.75, -2.15), (-1.2, 1.65), (-4.65, 3.7), (-3.05, 4.4)]
 
-    def __init__(self, device: str = "cpu"):
+
+class Mixture:
+    """The authors' mixture of ten Gaussians; two triples merge, so that there are six peaks."""
+
+    def __init__(self):
         random = np.random.RandomState(69319)  # the seed in the authors' code
-        ranges = (-5, 5, (10, 2)), (1, 1.1, 10), (1, 3, 10)
-        drawn = (torch.tensor(random.uniform(*r)).float().to(device) for r in ranges)
-        self.means, self.sigmas, weights = drawn
-        self.heights = weights / weights.sum() * 2 * math.pi * self.sigmas**2
+        means = random.uniform(-5, 5, (10, 2))
+        sigmas = random.uniform(1, 1.1, 10)
+        weights = random.uniform(1, 3, 10)
+        self.means = torch.tensor(means).float()
+        self.variances = torch.tensor(sigmas).float() ** 2
+        weights = torch.tensor(weights).float()
+        # Their code multiplies (not divides) a Gaussian by 2 pi sigma^2, and so does this.
+        self.heights = weights / weights.sum() * 2 * math.pi * self.variances
 
     def __call__(self, y: Tensor) -> Tensor:
-        squares = (y[..., None, :] - self.means).square().sum(dim=-1)  # (..., 10)
-        return (self.heights * torch.exp(-squares / (2 * self.sigmas**2))).sum(dim=-1)
+        """Points (..., 2) -> the value at each (...,)."""
+        squares = (y.unsqueeze(-2) - self.means).square().sum(dim=-1)  # (..., 10)
+        return (self.heights * torch.exp(-squares / (2 * self.variances))).sum(dim=-1)
 
 
-# ---- Hypernetwork: z (N, 1) -> a point of the plane (N, 2) ---------------------------------------
+# ---- Hypernetwork --------------------------------------------------------------------------------
+def linear_layer(fan_in, fan_out):
+    """Large initial weights, and biases, bend the first curve enough to unfold it later. The
+    authors' are larger still: variance 6 / fan-in."""
+    layer = nn.Linear(fan_in, fan_out)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=(4 / fan_in) ** 0.5)
+    return layer
+
+
 class Hypernetwork(nn.Sequential):
-    """An MLP 1-30-10-10-2 with tanh, as the authors'. Large initial weights (variance 4 / fan-in,
-    for biases too) bend the first curve enough to unfold it later; theirs are larger still (6)."""
+    """G: z (N, 1) -> points (N, 2). The paper's MLP."""
 
-    def __init__(self, widths: tuple = (1, 30, 10, 10, 2)):
-        layers = []
-        for fan_in, fan_out in zip(widths[:-1], widths[1:]):
-            layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
-            for parameter in layers[-2].parameters():
-                nn.init.normal_(parameter, std=(4 / fan_in) ** 0.5)
-        super().__init__(*layers[:-1])
+    def __init__(self):
+        super().__init__(
+            linear_layer(1, 30),
+            nn.Tanh(),
+            linear_layer(30, 10),
+            nn.Tanh(),
+            linear_layer(10, 10),
+            nn.Tanh(),
+            linear_layer(10, 2),
+        )
 
-    def noise(self, n: int, generator=None, stratified: bool = False) -> Tensor:
-        """(N, 1), uniform in (-1, 1); `stratified`: one in each of N equal parts, shuffled."""
-        device = self[0].weight.device
-        z = torch.rand(n, 1, device=device, generator=generator)
-        if stratified:
-            z = (z + torch.randperm(n, device=device, generator=generator)[:, None]) / n
-        return 2 * z - 1
+    def draw_z(self, n, generator):
+        """(N, 1), uniform in (-1, 1): one in each of n equal parts, in random order."""
+        position = torch.rand(n, 1, device=generator.device, generator=generator)
+        part = torch.randperm(n, device=generator.device, generator=generator)[:, None]
+        return 2 * ((position + part) / n) - 1
+
+    @torch.no_grad()
+    def curve(self):
+        """The points (400, 2) of equally spaced z."""
+        z = torch.linspace(-1, 1, 400, device=self[0].weight.device)
+        return self(z[:, None]).cpu()
 
 
 # ---- Training ------------------------------------------------------------------------------------
-def training_step(hypernet: nn.Module, mixture: Mixture, z: Tensor, lam: float) -> tuple:
-    y = hypernet(z)  # (N, 2)
+def training_step(model: nn.Module, mixture: Mixture, z: Tensor, lam: float) -> dict:
+    """The method. z is (N, 1)."""
+    y = model(z)  # (N, 2)
     loss_acc = -mixture(y).mean()
     # The nearest of many points is the next one on the curve; the nearest of five may lie anywhere,
     # so that distant parts of the curve repel each other, too. The authors' step has five points;
     # here it has many groups of five, as the gradient of one group is so noisy that a peak is often
     # lost. A third coordinate keeps the groups far apart: the nearest point is one of the group.
+    # It is farther away than the nearest of many: this entropy is larger than that of `evaluate`.
     group = torch.arange(len(y), device=y.device)[:, None] // GROUP
     entropy = knn_entropy(torch.cat([y, 100.0 * group], dim=1), dim=1)
     loss = lam * loss_acc - entropy + L2 * y.square().sum(dim=1).mean()
-    return loss, loss_acc, entropy
+    return dict(loss=loss, loss_acc=loss_acc, entropy=entropy)
 
 
-def train(args: argparse.Namespace, lam: float, seed: int) -> dict:
-    """Train one hypernetwork: its results, and its curve on the way."""
-    begun, device = time.perf_counter(), args.device
-    torch.manual_seed((seed + 1) * 10**6)  # small seeds are for evaluation
-    hypernet, mixture = Hypernetwork().to(device), Mixture(device)
-    generator = torch.Generator(device).manual_seed((seed + 1) * 10**6 + 1)
-    optimizer = torch.optim.Adam(hypernet.parameters(), lr=args.lr, fused=True)
-    spaced = torch.linspace(-1, 1, 400, device=device)[:, None]  # z of the curve
-    curves = [hypernet(spaced).detach()]
-    bar = tqdm(range(1, args.steps + 1), f"lam {lam:g} seed {seed}", mininterval=1)
+def train(lam, steps, seed=0, device="cpu"):
+    """Train one hypernetwork: what was found, and its curves on the way, each (400, 2)."""
+    first_seed = (1 + seed) * 1_000_000
+    torch.manual_seed(first_seed)
+    with torch.device(device):
+        model = Hypernetwork()
+        mixture = Mixture()
+    generator = torch.Generator(device).manual_seed(first_seed + 1)
+    optimizer = torch.optim.Adam(model.parameters(), LR, fused=True)
+    log = []
+    curves = [model.curve()]
+    log_every = math.ceil(steps / 60)
+
+    bar = tqdm(range(steps), f"lam {lam:g}", mininterval=1)
     for step in bar:
-        # lam rises from lam / 15 over the first 70 % of the steps: first the entropy unfolds the
-        # curve over the whole plane, then the peaks pull it in. A constant lam often misses a peak.
-        progress = (step - 1) / args.steps
-        lam_now = lam * 15 ** (min(progress / 0.7, 1) - 1)
-        optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 - 2 * progress)
+        # Draw. lam rises over the first 70 % of the steps: first the entropy unfolds the curve over
+        # the whole plane, then the peaks pull it in. A constant lam often misses a peak.
+        progress = step / steps
+        lam_now = lam * 15 ** (min(1.0, progress / 0.7) - 1)
+        z = model.draw_z(NETWORKS, generator)
+        result = training_step(model, mixture, z, lam_now)
 
-        z = hypernet.noise(args.networks, generator, stratified=True)
-        loss, loss_acc, entropy = training_step(hypernet, mixture, z, lam_now)
-        optimizer.zero_grad()
-        loss.backward()
+        # Step. The rate falls to 0 in the second half.
+        model.zero_grad()
+        result["loss"].backward()
+        optimizer.param_groups[0]["lr"] = LR * min(1.0, 2 - 2 * progress)
         optimizer.step()
 
-        if step % math.ceil(args.steps / 60) == 0 or step == args.steps:
-            if not math.isfinite(loss.item()):
-                sys.exit(f"step {step}: the loss is not finite; try a smaller --lr")
-            bar.set_postfix(acc=f"{-loss_acc:.2f}", entropy=f"{entropy:.2f}", refresh=False)
-            curves.append(hypernet(spaced).detach())
-    run = dict(lam=lam, seed=seed, seconds=round(time.perf_counter() - begun, 1))
-    samples = hypernet(hypernet.noise(2000, torch.Generator(device).manual_seed(0))).detach()
-    run |= evaluate(curves[-1].cpu(), samples.cpu())
-    return run | dict(curves=torch.stack(curves).double().round(decimals=4).tolist())
+        # Log, sixty times a run.
+        done = step + 1
+        if done % log_every == 0 or done == steps:
+            row = evaluate(model)
+            bar.set_postfix(row, refresh=False)
+            log.append(dict(step=done, **row))
+            curves.append(model.curve())
+    return log, curves
 
 
-# ---- Evaluation and figures ----------------------------------------------------------------------
-def spacing(path: Tensor) -> Tensor:
+# ---- Files ---------------------------------------------------------------------------------------
+def write(file, content):
+    """All or nothing: written beside, under a name of this process's own, then renamed."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        new.write_bytes(content)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def commit():
+    """The version of this code, if git knows it."""
+    folder = Path(__file__).parent
+    status, text = subprocess.getstatusoutput(f'git -C "{folder}" describe --always --dirty')
+    return text if status == 0 else "unknown"
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+def spacing(curve: Tensor) -> Tensor:
     """(points,): the distance of each point to its nearest neighbour."""
-    distances = torch.cdist(path.double(), path.double())  # float32 loses small distances
-    return distances.fill_diagonal_(torch.inf).amin(dim=1)
+    curve = curve.double()  # float32 loses small distances
+    return torch.cdist(curve, curve).fill_diagonal_(torch.inf).amin(dim=1)
 
 
-def evaluate(path: Tensor, samples: Tensor) -> dict:
-    """The paper's claims as numbers: of the points of equally spaced z, and of random z."""
-    to_peaks = torch.cdist(torch.tensor(PEAKS), path).amin(dim=1)  # (6,)
-    ranks = torch.stack([Mixture()(path).argsort().argsort(), spacing(path).argsort().argsort()])
+@torch.no_grad()
+def evaluate(model):
+    """Accuracy and entropy of random z; and the paper's claims as numbers, of equally spaced z: how
+    many peaks are within 0.5, and are points far apart where the mixture is low (then Spearman's
+    rank correlation is below 0)?"""
+    curve = model.curve()
+    z = 2 * torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)) - 1
+    samples = model(z.to(model[0].weight.device)).cpu()
+    distances = torch.cdist(torch.tensor(PEAKS), curve).amin(dim=1)  # (6,)
+    ranks = torch.stack([Mixture()(curve), spacing(curve)]).argsort().argsort()  # (2, 400)
     return dict(
         acc=Mixture()(samples).mean().item(),
         entropy=knn_entropy(samples, dim=1).item(),
-        distance_to_peaks=to_peaks.tolist(),
-        peaks_reached=int((to_peaks < 0.5).sum()),
-        rank_correlation=torch.corrcoef(ranks.double())[0, 1].item(),  # Spearman's
+        peaks=(distances < 0.5).sum().item(),
+        correlation=torch.corrcoef(ranks.double())[0, 1].item(),
     )
 
 
-def draw(ax, path: Tensor, size: float):
+# ---- Figures -------------------------------------------------------------------------------------
+def draw(ax, curve, size):
     """A curve (points, 2), coloured by z, on the mixture (darker is better) and its peaks."""
-    axis, levels = torch.linspace(-9, 9, 181), torch.linspace(0, 2.1, 15)  # so no level is black
-    grid = torch.meshgrid(axis, axis, indexing="xy")
-    ax.contourf(*grid, Mixture()(torch.stack(grid, dim=-1)), levels=levels, cmap="Greys")
-    ax.plot(*zip(*PEAKS), "x", color="red", markersize=5, zorder=3, label="peaks")
-    ax.set(xlim=(-9, 9), ylim=(-9, 9), aspect="equal", xticks=[-5, 0, 5], yticks=[-5, 0, 5])
-    return ax.scatter(*path.T, c=torch.linspace(-1, 1, len(path)), s=size, cmap="viridis")
+    axis = torch.linspace(-9, 9, 181)
+    x, y = torch.meshgrid(axis, axis, indexing="xy")
+    values = Mixture()(torch.stack([x, y], dim=-1))
+    ax.contourf(x, y, values, levels=15, cmap="Greys", vmax=2.1)
+    for peak in PEAKS:
+        ax.plot(*peak, "x", color="red")
+    ax.axis("square")
+    ax.locator_params(nbins=5)
+    z = torch.linspace(-1, 1, len(curve))
+    return ax.scatter(curve[:, 0], curve[:, 1], size, z)
 
 
-def plot_toy(runs: list[dict]) -> Figure:
-    """The paper's figure 1, of the first run."""
-    path, z = torch.tensor(runs[0]["curves"][-1]), torch.linspace(-1, 1, 400)
-    figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.3])
-    figure.colorbar(draw(left, path, size=6), ax=left, label="z", ticks=[-1, 0, 1])
-    left.set(xlabel="first weight", ylabel="second weight", title="G(z) of 400 equally spaced z")
-    left.legend(loc="upper right")
+def plot_toy(curve):
+    """The paper's figure 1: the curve, and the mixture along it."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    dots = draw(left, curve, size=6)
+    figure.colorbar(dots, label="z")
+    left.set(xlabel="first weight", ylabel="second weight", title="G(z) of 400 z; crosses: peaks")
+
+    z = torch.linspace(-1, 1, len(curve))
+    right.plot(z, Mixture()(curve))
+    right.set(
+        xlabel="z",
+        ylabel="value of the mixture (blue)",
+        ylim=(0, 1.5),
+        title="where the mixture is low, points are sparse",
+    )
     far = right.twinx()
-    right.plot(z, Mixture()(path), color="C0")
-    far.plot(z, spacing(path), "--", color="C1")
-    right.set(xlabel="z", ylabel="value of the mixture (blue)", ylim=(0, 1.5))
-    right.set(title="where the mixture is low, points are sparse")
+    far.plot(z, spacing(curve), "--", color="C1")
     far.set(ylabel="distance to the nearest point (dashed)", ylim=(0, None))
     return figure
 
 
-def plot_lam(runs: list[dict]) -> Figure:
-    """The curves of several lam, and the trade-off that lam moves along."""
-    runs = sorted((r for r in runs if r["seed"] == runs[0]["seed"]), key=lambda r: r["lam"])
-    figure, rows = Figure(figsize=(6, 4.4), dpi=150, layout="constrained"), len(runs) // 3 + 1
-    trade = figure.add_subplot(rows, 3, len(runs) + 1)
-    trade.plot([run["entropy"] for run in runs], [run["acc"] for run in runs], "o-")
-    trade.set(xlabel="entropy (nats)", title="accuracy, at lam")
-    trade.margins(x=0.35, y=0.2)
-    for i, run in enumerate(runs):
-        ax = figure.add_subplot(rows, 3, i + 1)
-        draw(ax, torch.tensor(run["curves"][-1]), size=2)
-        ax.set(title=f"lam = {run['lam']:g}", xticks=[], yticks=[])
-        place = dict(xytext=(4, 4), textcoords="offset points")
-        trade.annotate(f"{run['lam']:g}", (run["entropy"], run["acc"]), **place)
+def plot_lam(runs, curves):
+    """The last curves of several lam, and how lam trades accuracy for entropy."""
+    figure = Figure(figsize=(6.2, 4.5), layout="compressed")
+    axes = figure.subplots(2, 3).flatten()
+    trade = axes[-1]
+    for ax, run in zip(axes, runs):
+        name = f"lam = {run['lam']:g}"
+        draw(ax, curves[run["lam"]][-1], size=2)
+        ax.set(title=name, xticks=[], yticks=[])
+        found = run["log"][-1]
+        trade.plot(found["entropy"], found["acc"], ".", color="C0")
+        trade.annotate(name, (found["entropy"], found["acc"]), ha="center", va="bottom")
+    trade.margins(0.4)
+    trade.set(xlabel="entropy of the points (nats)", ylabel="accuracy: their mean value")
     return figure
 
 
-def animate(runs: list[dict], file: Path) -> None:
-    """The curve of the first run while it trains; the last picture is held for a moment."""
-    curves, writer = torch.tensor(runs[0]["curves"]), PillowWriter(fps=12)
-    ax = Figure(figsize=(4.5, 4.5)).add_axes((0.08, 0.05, 0.88, 0.88))  # at rest
-    dots, last = draw(ax, curves[0], size=7), len(curves) - 1
-    with writer.saving(ax.figure, file, dpi=100):
-        for i in [*range(last), *[last] * 20]:
-            dots.set_offsets(curves[i])
-            ax.set_title(f"G(z), coloured by z, after {i / last:.0%} of training")
-            writer.grab_frame()
+def animate(curves):
+    """The curve while it trains, as a GIF; the last picture is held for two seconds."""
+    figure = Figure(figsize=(3, 3))
+    ax = figure.add_axes((0.12, 0.09, 0.86, 0.82))  # at rest
+    dots = draw(ax, curves[0], size=4)
+    last = len(curves) - 1
+    frames = []
+    for i, curve in enumerate(curves):
+        dots.set_offsets(curve)
+        ax.set_title(f"after {i / last:.0%} of training")
+        frames.append(Image.open(io.BytesIO(png(figure))))
+    gif = io.BytesIO()
+    durations = [80] * last + [2000]  # milliseconds
+    frames[0].save(gif, "gif", save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    return gif.getvalue()
 
 
-def table(runs: list[dict]) -> str:
-    """Markdown: every run, then the mean of the seeds and their standard deviation."""
-    seeds = [run for run in runs if run["lam"] == runs[0]["lam"]]
-    rows = [["", "accuracy", "entropy (nats)", "peaks reached", "rank correlation"], ["---"] * 5]
-    names = ("acc", "entropy", "peaks_reached", "rank_correlation")
-    for run in sorted(runs, key=lambda run: (run["lam"], run["seed"])):
-        rows.append([f"lam {run['lam']:g}, seed {run['seed']}", *(f"{run[n]:.3g}" for n in names)])
-    if len(seeds) > 1:
-        values = torch.tensor([[run[name] for name in names] for run in seeds])  # (seeds, 4)
-        cells = (f"{m:.3g} ± {s:.2g}" for m, s in zip(values.mean(dim=0), values.std(dim=0)))
-        rows.append([f"lam {runs[0]['lam']:g}, {len(seeds)} seeds", *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def png(figure):
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150)
+    return buffer.getvalue()
 
 
 # ---- Main ----------------------------------------------------------------------------------------
-def read(file: Path, settings: dict) -> dict:
-    """The metrics.json of a run with these settings."""
-    try:
-        metrics = json.loads(file.read_text())
-        other = {k: v for k, v in metrics["settings"].items() if settings.get(k, v) != v}
-    except Exception as error:
-        sys.exit(f"{file} is missing, damaged or not of this script ({type(error).__name__})")
-    if other:
-        sys.exit(f"{file} has other settings, {other}: remove {file.parent} or use another --out")
-    return metrics
-
-
-def save(write, file: Path) -> None:
-    """Write beside and rename: a killed run never leaves half a file."""
-    new = file.with_name(f"new_{file.name}")
-    write(new)
-    new.replace(file)
-
-
-def main(argv: list[str] | None = None) -> dict:
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv=None):
     args = parse_args(argv)
-    file, documented = args.out / "metrics.json", "results" in args.out.parts
-    names = () if documented else ("steps", "lr", "lam", "networks", "seed")
-    settings = dict(script=NAME) | {name: getattr(args, name) for name in names}
-    known = file.exists() or documented  # documented runs are drawn, never trained
-    metrics = read(file, settings) if known else dict(settings=settings, runs=[])
-    runs = metrics["runs"]
-    todo = [(lam, args.seed) for lam in (args.lam, *LAMS)]
-    todo += [(args.lam, args.seed + i) for i in range(args.seeds)]
-    done = [(run["lam"], run["seed"]) for run in runs]
-    todo = [] if documented else [job for job in dict.fromkeys(todo) if job not in done]
-    if todo:
-        try:
-            args.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            sys.exit(f"--out {args.out}: cannot write there ({error.strerror})")
-        git = f'git -C "{Path(__file__).parent}" describe --always --dirty'
-        cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        metrics["command"] = " ".join(["python", f"{NAME}.py", *argv])
-        metrics["commit"] = subprocess.getoutput(git)
-        metrics["hardware"] = torch.cuda.get_device_name() if args.device == "cuda" else cpu
-        metrics["torch"] = torch.__version__
-    for lam, seed in todo:
-        runs.append(train(args, lam, seed))
-        if len(runs) > 1:  # the curve on its way is large: kept of the first run only
-            runs[-1]["curves"] = runs[-1]["curves"][-1:]
-        save(lambda new: new.write_text(json.dumps(metrics)), file)
-    save(plot_toy(runs).savefig, args.out / "toy.png")
-    save(plot_lam(runs).savefig, args.out / "lam.png")
-    save(lambda new: animate(runs, new), args.out / "training.gif")
-    print(table(runs), f"\nfigures and metrics: {args.out}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = []
+    curves = {}
+    for lam in LAMS:
+        log, curves[lam] = train(lam, args.steps, args.seed, args.device)
+        runs.append(dict(lam=lam, log=log))
+    metrics = dict(
+        script=NAME,
+        settings=dict(steps=args.steps, seed=args.seed),
+        command=" ".join(sys.argv),
+        commit=commit(),
+        hardware=platform.machine() if args.device == "cpu" else torch.cuda.get_device_name(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        runs=runs,
+    )
+    write(args.out / "metrics.json", json.dumps(metrics, indent=1).encode())
+    write(args.out / "toy.png", png(plot_toy(curves[LAM][-1])))
+    write(args.out / "lam.png", png(plot_lam(runs, curves)))
+    write(args.out / "training.gif", animate(curves[LAM]))
+    print("figures and metrics:", args.out)
     return metrics
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command begins again")
+    except OSError as error:
+        sys.exit(f"{error}: is there room, and may this program write there?")
