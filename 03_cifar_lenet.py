@@ -436,7 +436,7 @@ def train(s, data, file):
             for name, value in result.items():
                 row[name] = value.item()
             if not math.isfinite(sum(row.values())):
-                sys.exit(f"step {done}: the loss is not finite; try a smaller rate")
+                sys.exit("the loss is not finite: try a smaller rate")
             log.append(row)
             save(file, s, model, optimizers if done < s.steps else [], log, snapshots)
     return load(file, x.device), log
@@ -626,7 +626,8 @@ def plot_votes(runs):
             ten = test["networks"]["ten"]
             colour = colour_of(run["settings"])
             ax.plot(one, ten, "o", color=colour)
-            ax.annotate(f" {run['name']}", (one, ten))
+            if run["settings"].seed == 0:
+                ax.annotate(f" {run['name']}", (one, ten))
             if "average" in test:
                 ax.plot(one, test["average"]["one"], "o", color=colour, fillstyle="none")
 
@@ -638,7 +639,7 @@ def plot_votes(runs):
     for d in (0, 10, 15, 20, 25, 30):
         ten = one + 0.21 * d**2 / (100 - one)
         ax.plot(one, ten, color="lightgrey", zorder=0)
-        ax.annotate(f"D = {d} %", (one[1], ten[1]), color="grey")
+        ax.annotate(f"D = {d} %", (one[38], ten[38]), color="grey")
     ax.set(
         xlabel="one network: test accuracy (%)",
         ylabel="vote of ten: test accuracy (%)",
@@ -692,7 +693,7 @@ def cell(values):
         return ""
     if len(values) == 1:
         return f"{values[0]:#.4g}"
-    return f"{statistics.mean(values):#.4g} ± {statistics.stdev(values):#.2g}"
+    return f"{statistics.mean(values):#.4g} ± {statistics.stdev(values):.2f}"
 
 
 # ---- Main ----------------------------------------------------------------------------------------

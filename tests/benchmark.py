@@ -7,7 +7,7 @@ torch.nn.functional, and torch.vmap of the same plain network, measured in turn 
 moment of the machine hits all three. Above 1 means that ours are faster.
 """
 
-import functools
+import dataclasses
 import importlib
 import sys
 import time
@@ -69,7 +69,7 @@ def plain_resnet_part(x, *theta):
 # name: (our network, plain network, N, images (B, C, H, W), weights (F, K + 1))
 CASES = {
     "MNIST": (mnist.target_network, plain_mnist, 32, (32, 1, 28, 28), mnist.SHAPES),
-    "LeNet": (lenet.target_network, plain_lenet, 10, (128, 3, 32, 32), [*lenet.HIDDEN, (10, 85)]),
+    "LeNet": (lenet.target_network, plain_lenet, 10, (128, 3, 32, 32), [*lenet.LAYERS, (10, 85)]),
     "ResNet-32, part": (
         resnet_part,
         plain_resnet_part,
@@ -80,7 +80,7 @@ CASES = {
 }
 
 
-def timed(functions: dict, rounds: int = 12) -> dict:
+def timed(functions, rounds=12):
     """Least seconds of each, called in turn: what the machine can do when nothing disturbs it."""
     seconds = {name: [] for name in functions}
     for i in range(rounds + 1):
@@ -92,7 +92,7 @@ def timed(functions: dict, rounds: int = 12) -> dict:
     return {name: min(values) for name, values in seconds.items()}
 
 
-def networks_row(name: str) -> None:
+def networks_row(name):
     ours, plain, n, image, shapes = CASES[name]
     x = torch.randn(n, *image)
     theta = [(torch.randn(n, *s) / s[-1] ** 0.5).requires_grad_() for s in shapes]
@@ -114,45 +114,47 @@ def networks_row(name: str) -> None:
     print(f"{name:18s}{1000 * result['ours']:11.0f}{ratios[0]:13.2f}{ratios[1]:13.2f}")
 
 
-def step_row(name: str, script, c, model, draw, rounds: int) -> None:
+def step_row(script, title, model, s, padded, rounds):
     """A whole training step, batch and optimizer included, against its bare networks."""
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    x, y = draw()
-    theta = [t.detach().requires_grad_() for t in model(model.noise(c.networks))]
+    y = torch.randint(10, (len(padded),))
+    ramp = [] if script is mnist else [1.0]
+    images, labels = script.random_crops(padded, y, s, None)
+    theta = [layer.detach().requires_grad_() for layer in model(model.draw_z(s.networks, None))]
 
     def whole():
+        z = model.draw_z(s.networks, None)
+        batch = script.random_crops(padded, y, s, None)
+        result = script.training_step(model, z, *batch, s, *ramp)
         model.zero_grad()
-        (script.training_step(model, model.noise(c.networks), *draw(), c)[0] / c.lam).backward()
+        (result["loss"] / s.lam).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 
     def bare():
-        logits = each_network(script.target_network, x, theta)
-        torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), y.flatten()), theta)
+        logits = each_network(script.target_network, images, theta)
+        torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), theta)
 
     result = timed(dict(step=whole, bare=bare), rounds)
-    ratio, rate = result["step"] / result["bare"], y.numel() / result["step"]
+    ratio = result["step"] / result["bare"]
+    rate = labels.numel() / result["step"]
     print(
-        f"{name} training step, {c.networks} networks x {c.images} images: "
+        f"{title} training step, {s.networks} networks x {s.images} images: "
         f"{1000 * result['step']:.0f} ms, {ratio:.2f} times its networks, {rate:.0f} images/s"
     )
 
 
-def mnist_step(rounds: int = 20) -> None:
-    (c,) = mnist.parse_args(["--device", "cpu", "--runs", "hypernet"]).runs
-    padded, y = torch.rand(2000, 1, 30, 30), torch.randint(10, (2000,))
-    draw = functools.partial(mnist.draw, padded, y, (c.networks, c.images), None)
-    step_row("MNIST", mnist, c, mnist.make_model(c), draw, rounds)
+def mnist_step(rounds=20):
+    s = mnist.RUNS["hypernet"]
+    size = 28 + 2 * s.shift
+    step_row(mnist, "MNIST", mnist.make_model(s), s, torch.rand(2000, 1, size, size), rounds)
 
 
-def cifar_step(name: str, script, column: str, networks: int, images: int, rounds: int) -> None:
-    flags = f"--device cpu --columns {column} --networks {networks} --images {images}"
-    (c,) = script.parse_args(flags.split()).runs
-    size = 32 + 2 * c.crop
-    padded, y = torch.randn(2000, 3, size, size), torch.randint(10, (2000,))
-    model, _ = script.make_model(c, "cpu")
-    draw = functools.partial(script.draw, padded, y, (networks, images), c.shared, None)
-    step_row(name, script, c, model, draw, rounds)
+def cifar_step(script, title, column, networks, images, rounds):
+    s = dataclasses.replace(script.COLUMNS[column], networks=networks, images=images)
+    size = 32 + script.MOVES - 1
+    padded = torch.randn(2000, 3, size, size)
+    step_row(script, f"{title} ({column})", script.make_model(s), s, padded, rounds)
 
 
 if __name__ == "__main__":
@@ -162,8 +164,9 @@ if __name__ == "__main__":
     for name in CASES:
         networks_row(name)
     mnist_step()
-    cifar_step("LeNet (d)", lenet, "d", 10, 512, rounds=10)
-    cifar_step("LeNet (d)", lenet, "d", 10, 128, rounds=10)
-    cifar_step("ResNet-32 (d)", resnet, "d", 4, 64, rounds=3)
-    cifar_step("ResNet-32 (c+)", resnet, "c+", 2, 64, rounds=6)
-    cifar_step("ResNet-32 (d+)", resnet, "d+", 2, 64, rounds=6)
+    cifar_step(lenet, "LeNet", "d", 10, 512, rounds=10)
+    cifar_step(lenet, "LeNet", "d", 10, 128, rounds=10)
+    cifar_step(lenet, "LeNet", "d+", 4, 64, rounds=20)
+    cifar_step(resnet, "ResNet-32", "d", 4, 64, rounds=3)
+    cifar_step(resnet, "ResNet-32", "c+", 2, 64, rounds=6)
+    cifar_step(resnet, "ResNet-32", "d+", 2, 64, rounds=6)

@@ -1,20 +1,20 @@
-"""Tests of the LeNet script, and of what the ResNet-32 script has in common with it: a test that
-takes `script` runs on both, with small hypernetworks, few images and (ResNet) one block a stage."""
+"""The LeNet script against plain loops, torch.nn, the paper's counts, and against bad input."""
 
-import argparse
-import contextlib
-import functools
+import dataclasses
+import errno
 import importlib
+import inspect
 import json
 import math
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -24,1146 +24,836 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[1]
-FAKE = ["--fake-data", "--device", "cpu"]
-MEASURES = ["outputs", "weights", "variance", "ensemble", "none"]
+MEASURES = ["none", "outputs", "weights", "variance", "ensemble"]
+SMALL = "--device cpu --steps 8 --networks 2 --images 6 --shared-images 4"
+SMALL += " --test-images 20 --test-networks 12 --averaged 20 --columns "
 
 
-@functools.cache
-def few_images(load_data, dataset: str) -> dict:
-    args = dict(dataset=dataset, fake_data=True, quick=False, device="cpu")
-    data = load_data(argparse.Namespace(**args))
-    numbers = dict(train=50, val=20, test=40, other=40)
-    return {split: (x[: numbers[split]], y[: numbers[split]]) for split, (x, y) in data.items()}
+def small(lenet, flags):
+    """Settings of one small column, named first in the flags."""
+    (s,) = lenet.parse_args((SMALL + flags).split()).settings.values()
+    return s
 
 
-def shrink(script, put) -> None:
-    """Every column in a second or two; `put` is setattr, or one that is undone after the test."""
-    tiny = dict(steps=8, images=6, shared=4, rows=2, tested=12, averaged=20, moments=30)
-    recipes = {
-        column: recipe | {k: min(v, recipe[k]) for k, v in tiny.items() if k in recipe}
-        for column, recipe in script.RECIPES.items()
-    }
-    for recipe in recipes.values():
-        if recipe["codes"]:
-            recipe |= dict(networks=2, means=min(2, recipe["means"]))
-    load_data, mlp = script.load_data, script.mlp
-
-    def narrow(first, *hidden):
-        *hidden, last = hidden
-        return mlp(first, *(width // 8 for width in hidden), last)
-
-    put(script, "RECIPES", recipes)
-    put(script, "load_data", lambda args: few_images(load_data, args.dataset))
-    put(script, "mlp", narrow)
-    if hasattr(script, "BLOCKS"):
-        put(script, "BLOCKS", 1)
+def command(data, out, flags):
+    return [*(SMALL + flags).split(), "--data", str(data), "--out", str(out)]
 
 
-@pytest.fixture(params=["03_cifar_lenet", "04_cifar_resnet32"])
-def script(request, monkeypatch):
-    script = importlib.import_module(request.param)
-    shrink(script, monkeypatch.setattr)
-    return script
-
-
-@pytest.fixture
-def small(lenet, monkeypatch):
-    shrink(lenet, monkeypatch.setattr)
-    return lenet
-
-
-def settings(script, column: str, **changes) -> argparse.Namespace:
-    (c,) = script.parse_args([*FAKE, "--columns", column]).runs
-    vars(c).update(changes)
-    if c.codes is None:
-        c.means = c.networks
-    return c
-
-
-def data_of(script, dataset: str = "cifar10") -> dict:
-    return script.load_data(argparse.Namespace(dataset=dataset))
-
-
-def shapes_of(script, classes: int = 10) -> list[tuple[int, int]]:
-    if hasattr(script, "HIDDEN"):
-        return [*script.HIDDEN, (classes, 85)]
-    return [shape for group in script.target_shapes(classes) for shape in group]
-
-
-def model_of(script, column: str = "d", **changes):
-    return script.make_model(settings(script, column, **changes), "cpu")[0]
-
-
-def spread_model(script):
+def spread_model(lenet, s):
     """A hypernetwork whose networks have little in common."""
-    model = model_of(script)
+    torch.manual_seed(0)
+    model = lenet.make_model(s)
     model.extractor[-1].weight.data *= 10
     return model
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if not p.is_dir()}
+def generator_of(seed):
+    return torch.Generator().manual_seed(seed)
 
 
-def saved(file: Path) -> dict:
+def one_network(theta, n):
+    return [layer[n : n + 1] for layer in theta]
+
+
+def saved(file):
     return torch.load(file, weights_only=True)
 
 
-def tensors(checkpoint: dict) -> list[torch.Tensor]:
-    return [*checkpoint["model"].values(), *(t for theta in checkpoint["chain"] for t in theta)]
-
-
-def without_seconds(file: Path) -> dict:
-    record = json.loads(file.read_text())
-    return {name: value for name, value in record.items() if not name.endswith("_seconds")}
-
-
-def parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-# ---- counts and architecture ---------------------------------------------------------------------
-
-
-def test_counts_of_the_paper(lenet):
-    assert sum(f * k for f, k in shapes_of(lenet, 10)) == 62006
-    assert sum(f * k for f, k in shapes_of(lenet, 100)) == 69656
-    hypernet = model_of(lenet)
-    parts = [parameters(part) for part in (hypernet.extractor, *hypernet.generators)]
-    assert parts == [290400, 193600, 223600, 323600, 4228800, 503200]
-    assert parameters(hypernet) == 5763200 + 1152
-    assert parameters(model_of(lenet, dataset="cifar100").generators[-1]) == 3563200
-    for column, m in ("c+", 1), ("d+", 1), ("e", 5):
-        assert parameters(model_of(lenet, column)) == 5763200 + m * (62006 + 1152)
-    for column, n in ("a", 1), ("b", 5), ("free", 5):
-        assert parameters(model_of(lenet, column)) == n * 62006
-
-
-@pytest.mark.parametrize("classes", [10, 100])
-def test_target_network_is_lenet(lenet, classes):
-    """Values and gradients of two networks against torch.nn modules, ReLU before pooling. Float32:
-    sums of 400 terms, and of four images in a gradient."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 4, 3, 32, 32)
-    theta = [(torch.randn(2, f, k) / k**0.5).requires_grad_() for f, k in shapes_of(lenet, classes)]
-    logits = lenet.each_network(lenet.target_network, x, theta)
-    logits.square().sum().backward()
-    for n in range(2):
-        twin = nn.Sequential(
-            nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
-        )  # fmt: skip
-        layers = [m for m in twin if hasattr(m, "weight")]
-        with torch.no_grad():
-            for layer, filters in zip(layers, theta):
-                layer.weight.copy_(filters[n, :, :-1].view_as(layer.weight))
-                layer.bias.copy_(filters[n, :, -1])
-        torch.testing.assert_close(logits[n], twin(x[n]), rtol=1e-4, atol=1e-5)
-        twin(x[n]).square().sum().backward()
-        for layer, filters in zip(layers, theta):
-            grad = torch.cat([layer.weight.grad.flatten(1), layer.bias.grad[:, None]], dim=1)
-            torch.testing.assert_close(filters.grad[n], grad, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("column, low, high", [("d", 0.9, 0.999), ("d-random", 0.5, 0.8)])
-def test_start(lenet, column, low, high):
-    """Near-copies, but not the same, or far apart, of the usual size 2 / fan-in. (Far apart is not
-    orthogonal: a leaky ReLU has a positive mean. Of three seeds: 0.98, and 0.64 to 0.66.)"""
-    torch.manual_seed(0)
-    theta = lenet.sample(model_of(lenet, column), 20)
-    size = theta[2].square().mean() * 400 / 2  # 120 filters, 400 inputs
-    assert 0.7 < size < 1.4  # 120 codes of eight numbers: 5 % of scatter, and a little slope
-    vectors = F.normalize(theta[2].flatten(1), dim=1)
-    likeness = (vectors @ vectors.T)[~torch.eye(20, dtype=torch.bool)].mean()
-    assert low < likeness < high
-
-
-def test_a_filter_comes_from_its_own_code(small):
-    torch.manual_seed(0)
-    hypernet = model_of(small)
-    with torch.no_grad():
-        hypernet.extractor[-1].weight.zero_()  # the codes are the bias alone
-        codes = hypernet.bias.view(144, 8)
-        codes[1] = codes[0]  # the first two filters of the first layer
-        before = small.sample(hypernet, 1)
-        codes[6 + 16 + 3] += 1  # the fourth of the third layer
-        after = small.sample(hypernet, 1)
-    torch.testing.assert_close(before[0][:, 0], before[0][:, 1])
-    changed = [(a != b).any(dim=-1).nonzero()[:, 1].tolist() for a, b in zip(before, after)]
-    assert changed == [[], [], [3], [], []]
-
-
-# ---- learned means -------------------------------------------------------------------------------
-
-
-def noise_of_a_step(script, model, n: int, generator):
-    """As train() draws it: in 03 the means are chosen in turn, in 04 there is one at most."""
-    stratified = dict(stratified=True) if script.NAME == "03_cifar_lenet" else {}
-    return model.noise(n, generator, **stratified)
-
-
-@pytest.mark.parametrize(
-    "name, m", [("03_cifar_lenet", 1), ("03_cifar_lenet", 3), ("04_cifar_resnet32", 1)]
-)
-def test_no_noise_gives_the_mean(monkeypatch, name, m):
-    """W(E(0) + bias) - W(bias) = 0, to rounding. Of three means it is the middle one. Other z, of
-    the same mean, give other networks."""
-    script = importlib.import_module(name)
-    shrink(script, monkeypatch.setattr)
-    torch.manual_seed(0)
-    model, middle = model_of(script, means=m, scale=0.1), m // 2
-    z = torch.zeros(2, model.noise_size)
-    z[1, 1:] = torch.randn(model.noise_size - 1)
-    with torch.no_grad():
-        theta = model(z)
-    for made, mean in zip(theta, model.means):
-        torch.testing.assert_close(made[0], mean[middle], rtol=0, atol=1e-6)
-        distances = (made[1] - mean).square().mean(dim=(1, 2))
-        assert distances[middle] > 1e-6 and distances.argmin() == middle
-
-
-@pytest.mark.parametrize("m", [1, 2, 5, 10])
-def test_noise_chooses_each_mean_equally_often(small, monkeypatch, m):
-    """Exactly, in training, at the ends of the uniform numbers too; freely drawn: 4 sigma of a
-    binomial distribution. The numbers are those of a normal distribution, and finite."""
-    torch.manual_seed(0)
-    model = small.Hypernetwork([(1, 2)], [1], means=m, scale=0.0)
-    model.means[0].data = torch.arange(m).view(m, 1, 1).expand(m, 1, 2).float()
-    generator = torch.Generator().manual_seed(0)
-
-    def chosen(z):
-        return model(z)[0][:, 0, 0].long()
-
-    z, free = model.noise(200 * m, generator, stratified=True), model.noise(200 * m, generator)
-    assert chosen(z).bincount().tolist() == [200] * m
-    deviation = (200 * (1 - 1 / m)) ** 0.5
-    assert ((chosen(free).bincount(minlength=m) - 200).abs() <= 4 * deviation).all()
-    for noise in (z, free):
-        assert noise.isfinite().all()
-        assert abs(noise[:, 0].mean()) < 4 / len(z) ** 0.5
-        assert abs(noise[:, 0].var() - 1) < 4 * (2 / len(z)) ** 0.5
-        assert abs(noise[:, 1:].var() - 1) < 0.04  # 4 sigma of 19,800 numbers
-    for end in (0.0, 1 - 2**-24):
-        monkeypatch.setattr(torch, "rand", lambda n, end=end, **_: torch.full((n,), end))
-        z = model.noise(3 * m, generator, stratified=True)
-        assert z.isfinite().all() and chosen(z).tolist() == list(range(m)) * 3
-
-
-@pytest.mark.parametrize(
-    "name, column, networks, m",
-    [
-        ("03_cifar_lenet", "b", 3, 3),
-        ("03_cifar_lenet", "d", 6, 3),
-        ("03_cifar_lenet", "d", 2, 1),
-        ("04_cifar_resnet32", "b", 3, 3),
-        ("04_cifar_resnet32", "d", 2, 1),
-    ],
-)
-def test_means_train_as_free_networks(tmp_path, monkeypatch, name, column, networks, m):
-    """The whole of train() against M networks, each with its own SGD on the mean loss of its own
-    batches: chains of (b), and the means of a G whose deviation is switched off. A factor M or lam
-    too much would move them by as much. Float32, whose rounding batch norm amplifies."""
-    script = importlib.import_module(name)
-    shrink(script, monkeypatch.setattr)
-    changes = dict(networks=networks, means=m, scale=0.0, diversity="none", lam=70.0, lr=0.01)
-    c, data = settings(script, column, **changes, steps=3), data_of(script)
-    script.train(c, data, tmp_path / "checkpoint.pt")
-    trained = saved(tmp_path / "checkpoint.pt")["model"]
-    torch.manual_seed(10**6)  # as train() does for seed 0
-    model, _ = script.make_model(c, "cpu")
-    start = [mean.detach() for mean in model.means]
-
-    x, y = data["train"]
-    padded, y = F.pad(torch.cat([x, x.flip(-1)]), [c.crop] * 4), y.repeat(2)
-    rates = dict(b=(10, 4, 1), d=(1, 2 / 3, 1 / 3))  # of three steps, the first is the warm-up
-    for i in range(m):
-        theta = [mean[i : i + 1].clone().requires_grad_() for mean in start]
-        sgd = torch.optim.SGD(theta, c.lr, 0.9, weight_decay=5e-4, nesterov=True)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(10**6 + 1 + step)
-            noise_of_a_step(script, model, networks, generator)  # drawn first
-            batch = script.draw(padded, y, (networks, c.images), c.shared, generator)
-            own = [part[i::m] for part in batch]  # network n has the mean n modulo M
-            losses = [
-                F.cross_entropy(script.target_network(images[None], theta)[0], labels)
-                for images, labels in zip(*own)
-            ]
-            sgd.param_groups[0]["lr"] = c.lr * rates[column][step]
-            sgd.zero_grad()
-            (sum(losses) / len(losses)).backward()
-            sgd.step()
-        for k, alone in enumerate(theta):
-            ours, moved = trained[f"means.{k}"][i : i + 1], alone - start[k][i : i + 1]
-            torch.testing.assert_close(ours, alone, rtol=1e-3, atol=0.01 * moved.abs().max().item())
-
-
-def test_free_networks_are_a_mixture_without_deviation(small, tmp_path):
-    """Column `free` trains as (e) does with scale 0: the same images, the same loss, the same bits.
-    With the deviation, it does not."""
-    trained = []
-    for column, changes in ("free", {}), ("e", dict(scale=0.0)), ("e", dict(scale=0.5)):
-        c = settings(small, column, networks=4, means=4, **changes)
-        file = tmp_path / f"{len(trained)}.pt"
-        small.train(c, data_of(small), file)
-        trained.append([saved(file)["model"][f"means.{k}"] for k in range(5)])
-    assert all(torch.equal(a, b) for a, b in zip(trained[0], trained[1]))
-    assert not any(torch.equal(a, b) for a, b in zip(trained[0], trained[2]))
-
-
-def test_a_rate_for_each_optimizer(script):
-    """Means by SGD at `lr`, the rest by Adam at `adam`; Adam at `lr` where there are no means."""
-    optimizers = script.make_model(settings(script, "c+", lr=0.3, adam=0.4), "cpu")[1]
-    assert [o.defaults["lr"] for o in optimizers] == [0.3, 0.4]
-    numbers = [sum(p.numel() for p in o.param_groups[0]["params"]) for o in optimizers]
-    model = model_of(script, "c+")
-    assert numbers == [parameters(model.means), parameters(model) - parameters(model.means)]
-    (adam,) = script.make_model(settings(script, "c", lr=0.3), "cpu")[1]
-    assert isinstance(adam, torch.optim.Adam) and adam.defaults["lr"] == 0.3
-
-
-# ---- data ----------------------------------------------------------------------------------------
-
-
-def test_draw(script):
-    """Each image is a crop of its original, as large as 32 x 32 and anywhere in it; labels belong
-    to images; the first ones are shared; the same seed draws the same."""
-    y = torch.arange(5) % 4
-    padded = torch.rand(5, 3, 36, 36) + 10 * torch.arange(5).view(-1, 1, 1, 1)
-
-    def draw(seed):
-        return script.draw(padded, y, (3, 40), 7, torch.Generator().manual_seed(seed))
-
-    x, labels = draw(0)
-    assert x.shape == (3, 40, 3, 32, 32) and labels.shape == (3, 40)
-    places = set()
-    for image, label in zip(x.flatten(0, 1), labels.flatten()):
-        original = int(image.min() // 10)
-        assert y[original] == label
-        (place,) = [
-            (i, j)
-            for i in range(5)
-            for j in range(5)
-            if torch.equal(image, padded[original, :, i : i + 32, j : j + 32])
-        ]
-        places.add(place)
-    assert len(places) > 20  # of 25; 106 draws miss one of them with a chance of 1 %
-    for n in (1, 2):
-        assert torch.equal(x[n, :7], x[0, :7]) and torch.equal(labels[n, :7], labels[0, :7])
-        assert not (x[n, 7:] == x[0, 7:]).flatten(1).all(dim=1).all()
-    assert torch.equal(draw(0)[0], x) and not torch.equal(draw(1)[0], x)
-
-
-def write_cifar(folder: Path, cifar, monkeypatch) -> dict:
-    """Made-up files in CIFAR's format: 20 images in each, labels in turn. Their checksums are not
-    those of the real ones, so the lists are without."""
-    classes, base, result = 100 if "100" in cifar.__name__ else 10, folder / cifar.base_folder, {}
-    base.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for name in ("train_list", "test_list"):
-        entries = [[file, None] for file, _ in getattr(cifar, name)]
-        monkeypatch.setattr(cifar, name, entries)
-        result[name] = []
-        for file, _ in entries:
-            pixels = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
-            pixels[:, :1024] //= 4  # the red channel is dark
-            labels = rng.integers(0, classes, 20).tolist()
-            key = "labels" if classes == 10 else "fine_labels"
-            (base / file).write_bytes(pickle.dumps({"data": pixels, key: labels}, protocol=2))
-            result[name].append((pixels, labels))
-    meta = cifar.meta | dict(md5=None)
-    monkeypatch.setattr(cifar, "meta", meta)
-    (base / meta["filename"]).write_bytes(pickle.dumps({meta["key"]: [str(k) for k in range(100)]}))
-    return result
-
-
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_real_data(lenet, resnet, monkeypatch, tmp_path, dataset):
-    """torchvision's files against numpy: shapes, normalisation by all training images, split,
-    labels, channels last. Float32: sums of 100,000 numbers."""
-    names = sorted(["CIFAR10", "CIFAR100"], key=dataset.upper().__ne__)  # its own first
-    files, others = (
-        write_cifar(tmp_path, getattr(lenet.datasets, name), monkeypatch) for name in names
-    )
-    files["other"] = others["test_list"]
-    splits = {}
-    for name in files:
-        pixels = np.concatenate([part for part, _ in files[name]]).reshape(-1, 3, 32, 32)
-        labels = [label for _, part in files[name] for label in part]
-        splits[name] = pixels.astype(np.float64), labels
-    pixels, labels = splits["train_list"]
-    mean, std = pixels.mean(axis=(0, 2, 3)), pixels.std(axis=(0, 2, 3), ddof=1)
-    n = len(labels) // 10
-    expected = dict(val=(pixels[:n], labels[:n]), train=(pixels[n:], labels[n:]))
-    expected |= dict(test=splits["test_list"], other=splits["other"])
-    for script in (lenet, resnet):
-        argv = ["--dataset", dataset, "--data", str(tmp_path), "--device", "cpu"]
-        data = script.load_data(script.parse_args(argv))
-        assert set(expected) - set(data) == ({"other"} if script is resnet else set())
-        for split, (x, y) in data.items():
-            pixels, labels = expected[split]
-            assert x.dtype == torch.float32 and y.dtype == torch.int64
-            assert x.is_contiguous(memory_format=torch.channels_last)
-            pixels = (pixels - mean[:, None, None]) / std[:, None, None]
-            torch.testing.assert_close(x.double(), torch.from_numpy(pixels), rtol=1e-5, atol=1e-5)
-            assert y.tolist() == labels
-
-
-@pytest.mark.parametrize("dataset, classes", [("cifar10", 10), ("cifar100", 100)])
-def test_made_up_data(lenet, dataset, classes):
-    """Three splits without a common image, normalised, and learnable: an image is nearest to the
-    mean of its class much more often than chance."""
-    args = lenet.parse_args([*FAKE, "--dataset", dataset])
-    data = lenet.load_data(args)
-    sizes = {split: len(x) for split, (x, _) in data.items()}
-    assert sizes == dict(train=2250, val=250, test=500, other=500)
-    x, y = data["train"]
-    assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01  # val is a tenth of what was normalised
-    assert len(torch.cat([x for x, _ in data.values()]).sum(dim=(1, 2, 3)).unique()) > 3400
-    means = torch.stack([x[y == k].mean(dim=0) for k in range(classes)])
-    x, y = data["test"]
-    nearest = torch.cdist(x.flatten(1), means.flatten(1)).argmin(dim=1)
-    assert (nearest == y).float().mean() > 0.5
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-def plain_diversity(kind, theta, probabilities, y):
-    """From lists of vectors and probabilities, one network at a time."""
-    n = len(probabilities)
-    vectors = torch.stack([torch.cat([t[i].flatten() for t in theta]) for i in range(n)])
-    if kind == "ensemble":
-        own = sum(p[b, y[b]].log() for p in probabilities for b in range(len(y))) / n
-        mean = sum(probabilities) / n
-        return 100 * (sum(mean[b, y[b]].log() for b in range(len(y))) - own) / len(y)
-    if kind == "variance":
-        mean = vectors.sum(dim=0) / n
-        return 100 * ((vectors - mean) ** 2).sum() / (n - 1) / vectors.shape[1]
-    points = [p.flatten() for p in probabilities] if kind == "outputs" else vectors
-    near = [
-        min(torch.dist(points[i], points[j]) for j in range(n) if j != i).log() for i in range(n)
-    ]
-    return torch.digamma(torch.tensor(float(n))) + 100 * sum(near) / n
-
-
-@pytest.mark.parametrize("kind", MEASURES)
-def test_objective(small, kind):
-    """loss = lam * cross-entropy - ramp * diversity, each from plain loops; images 0 and 1 are
-    shared. Float32: the entropy of weights is a difference of vectors of 62,006 numbers."""
-    c = settings(small, "d", diversity=kind, shared=2, lam=70.0)
-    torch.manual_seed(0)
-    model = spread_model(small)
-    x, y = torch.randn(3, 4, 3, 32, 32), torch.randint(10, (3, 4))
-    x[:, :2], y[:, :2] = x[0, :2].clone(), y[0, :2].clone()
-    z = model.noise(3)
-    loss, loss_acc, diversity, acc = small.training_step(model, z, x, y, c, ramp=0.3)
-    theta = model(z)
-    logits = [
-        small.target_network(x[n : n + 1], [t[n : n + 1] for t in theta])[0] for n in range(3)
-    ]
-    cross_entropy = sum(F.cross_entropy(logits[n], y[n]) for n in range(3)) / 3
-    torch.testing.assert_close(loss_acc, cross_entropy)
-    expected = torch.tensor(0.0)
-    if kind != "none":
-        shared = [logit[:2].softmax(dim=1) for logit in logits]
-        expected = plain_diversity(kind, small.fix_gauge(theta), shared, y[0, :2])
-    torch.testing.assert_close(diversity, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(loss, 70 * cross_entropy - 0.3 * expected, rtol=1e-4, atol=1e-3)
-    hits = sum((logits[n].argmax(dim=1) == y[n]).sum().item() for n in range(3))
-    assert acc.item() == pytest.approx(hits / 12)
-    c.decay = 0.01
-    decayed, *_ = small.training_step(model, z, x, y, c, ramp=0.3)
-    squares = sum((t[n] ** 2).sum() for t in theta for n in range(3)) / 3
-    torch.testing.assert_close(decayed - loss, 70 * 0.01 * squares, rtol=1e-3, atol=1e-3)
-
-
-class Stub(nn.Module):
-    """A model of one number a network that writes down the first number of each stream it gets."""
-
-    def __init__(self, networks: int = 2):
-        super().__init__()
-        self.weight, self.numbers = nn.Parameter(torch.zeros(networks, 1)), []
-        self.means = [self.weight]
-
-    def first(self, generator):
-        self.numbers.append(torch.randint(2**62, (), generator=generator).item())
-
-    def noise(self, n, generator=None, stratified=False):
-        self.first(generator)
-        return torch.zeros(len(self.weight), 1)
-
-    def forward(self, z, deviate=True):
-        return []
-
-
-def train_stub(script, monkeypatch, model, c, file, data, training_step=None):
-    """train() around a stub, with nothing to draw and to validate; the rates of its steps."""
-    optimizer, rates = torch.optim.SGD([model.weight], 1.0), []
-    optimizer.step = lambda: rates.append(optimizer.param_groups[0]["lr"])
-    nothing = torch.zeros(len(model.weight), 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "make_model", lambda *_: (model, [optimizer]))
-        step = training_step or (lambda *_: (model.weight.sum(), *torch.zeros(3)))
-        patch.setattr(script, "training_step", step)
-        patch.setattr(script, "draw", lambda *_: (nothing, nothing))
-        patch.setattr(script, "evaluate", lambda *_: {"vote 1": 0.0})
-        patch.setattr(script, "predict", lambda *_: None)
-        patch.setattr(script, "recalibrate", lambda *_: None, raising=False)
-        script.train(c, data, file)
-    return rates
-
-
-@pytest.mark.parametrize("column", ["a", "b"])
-def test_rates(script, tmp_path, monkeypatch, column):
-    """By hand: up to 1 in 200 steps and down to 0; (b) from 10 to 1 in the first half, then 1."""
-    c = settings(script, column, steps=1000, rows=1, networks=2)
-    file, data = tmp_path / "checkpoint.pt", data_of(script)
-    rates = train_stub(script, monkeypatch, Stub(), c, file, data)
-    if column == "a":
-        assert rates[0] == pytest.approx(1 / 200) and rates[99] == pytest.approx(1 / 2)
-        assert rates[500] == pytest.approx(1 / 2) and rates[-1] == pytest.approx(1 / 1000)
-    else:
-        assert rates[0] == pytest.approx(10 / 200) and max(rates) < 10
-        assert rates[250] == pytest.approx(5.5) and rates[400] == pytest.approx(2.8)
-        assert rates[500:] == [1] * 500
-
-
-def test_no_two_streams_of_random_numbers_are_the_same(script, tmp_path, monkeypatch):
-    """Each of 1000 steps, for four seeds; validation; test; made-up images. Two different streams
-    agree in 62 bits with a chance of 1e-11."""
-    data, numbers = data_of(script), []
-    for seed in range(4):
-        c, model = settings(script, "a", steps=1000, rows=1, seed=seed), Stub(1)
-        torch.manual_seed(0)
-        train_stub(script, monkeypatch, model, c, tmp_path / f"{seed}.pt", data)
-        *steps, validation = model.numbers
-        model.numbers.clear()
-        model.first(torch.default_generator)  # what initialisation drew
-        numbers += steps + model.numbers
-    model.numbers.clear()
-    with pytest.raises(IndexError):  # no networks
-        script.analyse(model, settings(script, "a"), data)
-    model.first(torch.Generator().manual_seed(10))  # load_data's
-    numbers += [validation, *model.numbers]
-    assert len(set(numbers)) == len(numbers) == 4 * 1001 + 3
-
-
-@pytest.mark.parametrize("steps, networks", [(20, 1), (40, 1), (1000, 2), (40, 5), (1235, 10)])
-def test_ten_networks_of_the_chains(script, tmp_path, monkeypatch, steps, networks):
-    """From the second half, equally far apart, the last included, all chains at the same time."""
-    model = Stub(networks)
-
-    def training_step(*_):
-        model.weight.data += 1  # the number of the step
-        return model.weight.sum(), *torch.zeros(3)
-
-    c, file = settings(script, "b", steps=steps, networks=networks, rows=1), tmp_path / "c.pt"
-    train_stub(script, monkeypatch, model, c, file, data_of(script), training_step)
-    taken = [int(theta[0][0, 0]) for theta in saved(file)["chain"]]
-    assert len(taken) * networks == 10 and taken[-1] == steps and taken[0] > steps / 2
-    assert len({b - a for a, b in zip(taken, taken[1:])}) <= 1
-
-
-def test_networks_of_the_chains_are_tested(script, tmp_path):
-    """load() gives ten different ones, copies and not the live weights; the last are the end's; the
-    numbers of metrics.json are theirs, from a plain loop over networks."""
-    argv = [*FAKE, "--columns", "b", "--networks", "2", "--steps", "10"]
-    (run,) = script.main([*argv, "--out", str(tmp_path)])
-    file = next(tmp_path.glob("*/checkpoint.pt"))
-    theta = script.sample(script.load(file), 3)  # all there are, whatever is asked for
-    assert [tuple(t.shape) for t in theta] == [(10, *shape) for shape in shapes_of(script)]
-    assert all(len(t.flatten(1).unique(dim=0)) == 10 for t in theta)
-    for i, taken in enumerate(theta):
-        assert torch.equal(taken[-2:], saved(file)["model"][f"means.{i}"])
-    data = data_of(script)
-    if hasattr(script, "recalibrate"):
-        images = data["train"][0][: run["settings"]["moments"]]
-        theta = script.recalibrate(theta, images)
-    (x, y), accs = data["test"], []
-    for n in range(10):
-        logits = script.target_network(x[None], [t[n : n + 1] for t in theta])[0]
-        accs.append((logits.argmax(dim=1) == y).float().mean().item())
-    test = run["networks"]["sampled"]["test"]
-    assert test["networks"] == 10 and test["vote 1"] == pytest.approx(sum(accs) / 10, abs=1e-6)
-
-
-@pytest.mark.parametrize("column", ["d", "d+"])
-def test_it_learns(script, tmp_path, monkeypatch, column):
-    """Made-up patterns, a short life: far above the 10 % of chance."""
-    monkeypatch.undo()  # the real hypernetworks, more images
-    if script.NAME == "04_cifar_resnet32":
-        monkeypatch.setattr(script, "BLOCKS", 1)
-    data = script.load_data(script.parse_args(FAKE))
-    sizes = dict(train=150, val=50, test=50)
-    data = {k: (data[k][0][:n], data[k][1][:n]) for k, n in sizes.items()}
-    changes = dict(lr=3e-4, lam=5e3) if column == "d" else dict(lr=0.03)
-    c = settings(script, column, steps=60, networks=2, images=16, rows=1, **changes)
-    script.train(c, data, tmp_path / "checkpoint.pt")
-    (row,) = saved(tmp_path / "checkpoint.pt")["log"]
-    assert row["vote 1"] > 0.4
-    assert ("deviation" in row) == (column == "d+")
-
-
-def test_deviation_is_logged(script, tmp_path):
-    """|deviation| / |mean| of networks of the same z, from plain vectors; in 04 of the first."""
-    c, file = settings(script, "c+", rows=1), tmp_path / "checkpoint.pt"
-    script.train(c, data_of(script), file)
-    model, (row,) = script.load(file), saved(file)["log"]
-    theta = script.sample(model, 10, torch.Generator().manual_seed(script.VALIDATION))
-    theta = torch.cat([t.flatten(1) for t in theta], dim=1).double()
-    mean = torch.cat([t.flatten(1) for t in model.means], dim=1).double().detach()
-    theta = theta[:1] if script.NAME[1] == "4" else theta
-    expected = (theta - mean).square().sum() / len(theta) / mean.square().sum()
-    assert row["deviation"] == pytest.approx(expected.sqrt().item(), rel=1e-3)
-
-
-@pytest.mark.parametrize("device", ["cuda", "meta"])
-@pytest.mark.parametrize("kind", MEASURES)
-@pytest.mark.parametrize("means", [0, 2])
-def test_training_step_without_the_device(small, kind, device, means):
-    """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
-    cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
-    c = settings(small, "d", diversity=kind, means=means)
-    with FakeTensorMode() if device == "cuda" else contextlib.nullcontext():
-        with torch.device(device):  # for the parameters; the step must find its device by itself
-            model = small.Hypernetwork(shapes_of(small), c.codes, means)
-        padded = torch.rand(20, 3, 36, 36, device=device)
-        y = torch.zeros(20, dtype=torch.long, device=device)
-        batch = small.draw(padded, y, (4, 8), 2, generator=None)  # no device, no generator
-        loss, *_ = small.training_step(model, model.noise(4, stratified=True), *batch, c)
-        assert loss.device.type == device
-        if device == "meta":
-            loss.backward()
-            assert all(p.grad.device.type == device for p in model.parameters())
-
-
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
-def plain_ensemble(networks, y):
-    """Accuracy of the vote, negative log-likelihood and calibration error, from nested lists of
-    probabilities: networks, images, classes."""
-    hits, nll, bins = 0, 0.0, {}
-    for b, label in enumerate(y):
-        votes = [network[b].index(max(network[b])) for network in networks]
-        hits += min(set(votes), key=lambda k: (-votes.count(k), k)) == label
-        mean = [
-            sum(column) / len(networks) for column in zip(*(network[b] for network in networks))
-        ]
-        nll -= math.log(mean[label]) / len(y)
-        gap = max(mean) - (mean.index(max(mean)) == label)
-        bins.setdefault(min(14, int(15 * max(mean))), []).append(gap)
-    return hits / len(y), nll, sum(abs(sum(gaps)) for gaps in bins.values()) / len(y)
-
-
-def test_evaluation(script):
-    """The function behind every number of the tables, against loops over networks and images: 23
-    networks make 23, 11, 4, 2, 1 ensembles of 1, 2, 5, 10, 20, and no network is in two."""
-    torch.manual_seed(0)
-    y = torch.randint(7, (60,))
-    logits = 1.5 * torch.randn(23, 60, 7) + 2 * torch.randn(60, 7) + 2 * F.one_hot(y, 7)
-    probabilities, unknown = logits.softmax(dim=-1), torch.randn(23, 40, 7).softmax(dim=-1)
-    lenet = script.NAME == "03_cifar_lenet"
-    result = script.evaluate(probabilities, y, *[unknown] * lenet)
-    networks, labels = probabilities.double().tolist(), y.tolist()
-    assert result.pop("networks") == 23
-    votes = [[image.index(max(image)) for image in network] for network in networks]
-    pairs = [(a, b) for i, a in enumerate(votes) for b in votes[:i]]
-    different = sum(u != v for a, b in pairs for u, v in zip(a, b))
-    assert result.pop("disagreement") == pytest.approx(different / len(pairs) / 60, rel=1e-4)
-    for size in (1, 2, 5, 10, 20):
-        groups = [range(i, i + size) for i in range(0, 23 - size + 1, size)]
-        numbers = [plain_ensemble([networks[i] for i in group], labels) for group in groups]
-        expected = [sum(column) / len(groups) for column in zip(*numbers)]
-        ours = [result.pop(f"{name} {size}") for name in ("vote", "nll", "calibration")]
-        assert ours == pytest.approx(expected, rel=1e-4)
-        if lenet:
-            means = [
-                [p[list(g)].double().mean(dim=0) for p in (probabilities, unknown)] for g in groups
-            ]
-            known_unknown = [[-(p * p.log()).sum(dim=1) for p in pair] for pair in means]
-            hits = [(b > a).item() for k, u in known_unknown for a in k for b in u]
-            assert result.pop(f"auroc {size}") == pytest.approx(sum(hits) / len(hits), abs=1e-3)
-            assert script.evaluate(probabilities, y, probabilities)[f"auroc {size}"] == 0.5
-    assert not result
-    alone = script.evaluate(probabilities[:1], y)
-    assert alone["disagreement"] == 0 and "vote 1" in alone and "vote 2" not in alone
-
-
-def test_votes_by_hand(script):
-    #                       image: 0  1  2  3
-    votes = torch.tensor([[7, 2, 9, 4], [7, 2, 3, 5], [1, 8, 3, 6]])
-    assert script.majority(votes).tolist() == [7, 2, 3, 4]  # the last is a tie: smallest class
-    # Pairs that differ, of three: 2, 2, 2, 3
-    assert script.disagreement(votes) == pytest.approx((2 + 2 + 2 + 3) / 12)
-
-
-def test_prediction(script):
-    """One network at a time on all images at once; 300 are two portions. Float32."""
-    torch.manual_seed(0)
-    theta = script.sample(spread_model(script), 3)
-    x = torch.randn(300, 3, 32, 32)
-    if hasattr(script, "recalibrate"):  # without moments of its own an image depends on the others
-        theta = script.recalibrate(theta, x[:50])
-    probabilities = script.predict(theta, x)
-    for n in range(3):
-        logits = script.target_network(x[None], [t[n : n + 1] for t in theta])[0]
-        torch.testing.assert_close(probabilities[n], logits.softmax(dim=1), rtol=1e-3, atol=1e-5)
-
-
-def test_distillation(script, monkeypatch):
-    """The networks that are tested, and averaged, against torch.mean over all networks at once, in
-    several portions. In 04 the tested networks are the first of the same z."""
-    c, data = settings(script, "d", tested=12, averaged=200), data_of(script)
-    torch.manual_seed(0)
-    model, predict, predicted = spread_model(script), script.predict, []
-    monkeypatch.setattr(
-        script, "predict", lambda theta, x: predicted.append(theta) or predict(theta, x)
-    )
-    results = script.analyse(model, c, data)["networks"]
-    generator = torch.Generator().manual_seed(script.TEST)
-    with torch.no_grad():
-        if script.NAME == "04_cifar_resnet32":
-            theta = first = model(model.noise(200, generator))
-        else:
-            first = model(model.noise(12, generator))
-            theta = model(model.noise(200, generator, stratified=True))
-    sizes = dict(averaged=200)
-    if script.NAME == "04_cifar_resnet32":
-        sizes = {"average of 1": 1, "average of 10": 10, "average of 100": 100}
-    assert list(results) == ["sampled", *sizes]
-    tested, *averaged = predicted[:: len(predicted) // len(results)]
-    for ours, plain in zip(tested, first):
-        torch.testing.assert_close(ours[..., : plain.shape[2]], plain[:12], rtol=1e-4, atol=1e-5)
-    for (name, n), ours in zip(sizes.items(), averaged):
-        mean = [t[:n].mean(dim=0, keepdim=True) for t in theta]
-        if hasattr(script, "recalibrate"):
-            mean = script.recalibrate(mean, data["train"][0][:30])
-        for a, b in zip(ours, mean):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-        for split in ("val", "test"):
-            x, y = data[split]
-            hits = script.target_network(x[None], ours)[0].argmax(dim=1) == y
-            acc = hits.float().mean().item()
-            assert results[name][split]["vote 1"] == pytest.approx(acc, abs=1e-6)
-
-
-def test_controls(small, monkeypatch):
-    """Beside G's networks: their average and the mean alone, for each mean, ten networks with
-    equally many of each mean, and Gaussian noise around the averages, of the size of their layer,
-    that costs as much accuracy. Networks are replaced by ones that are worse, smoothly, the farther
-    their weights are from an average."""
-    c, y = settings(small, "e", means=2, tested=12, averaged=200), torch.randint(10, (3000,))
-    torch.manual_seed(0)
-    model, seen = model_of(small, "e", means=2, scale=0.5), []
-    noise = torch.randn(12, 3000, 10)
-    with torch.no_grad():
-        theta = model(model.noise(4000, stratified=True))
-    centre = torch.cat([t.unflatten(0, (-1, 2)).mean(dim=0).flatten(1) for t in theta], dim=1)
-
-    def distances(theta):
-        return torch.cdist(torch.cat([t.flatten(1) for t in theta], dim=1), centre)  # (N, M)
-
-    def predict(theta, x):
-        seen.append(theta)
-        off = 0.3 * distances(theta).amin(dim=1)[:, None, None]
-        return (F.one_hot(y, 10) + off * noise[: len(off)]).softmax(dim=-1)
-
-    monkeypatch.setattr(small, "predict", predict)
-    result = small.analyse(model, c, {k: (torch.zeros(1), y) for k in ("val", "test", "other")})
-    kinds = ["sampled", "averaged", "of each mean", "means alone", "averages and noise"]
-    networks = dict(zip(kinds, seen[-15::3]))
-    assert list(result["networks"]) == kinds
-    assert distances(networks["of each mean"]).argmin(dim=1).tolist() == [0, 1] * 5
-    between = torch.dist(*centre)
-    assert distances(networks["averaged"]).diag().max() < 0.1 * between
-    assert all(torch.equal(t, mean) for t, mean in zip(networks["means alone"], model.means))
-    one = {kind: result["networks"][kind]["val"]["vote 1"] for kind in kinds}
-    assert one["averaged"] > 0.99 and one["of each mean"] < 0.9
-    # The sigma are a sixth apart: the accuracy is off by a few percent at most.
-    assert one["averages and noise"] == pytest.approx(one["of each mean"], abs=0.04)
-    off = [abs(row[0] - one["of each mean"]) for row in result["null"]]
-    val_one, val_ten, sigma = result["null"][off.index(min(off))]
-    assert val_one == one["averages and noise"] and val_ten > val_one
-    for t, average in zip(networks["averages and noise"], networks["averaged"]):
-        spread = (t - average.repeat(5, 1, 1)).std() / average.square().mean().sqrt()
-        assert spread.item() == pytest.approx(sigma, rel=0.1)  # the first layer has 4,560 numbers
-
-
-FRONTS = [("outputs", 40, 50, 50, 60), ("outputs", 70, 80)]  # of the runs below
-
-
-def test_figure_and_table(lenet):
-    """Runs that differ in lam alone are one line of the figure, which has CIFAR-10 alone; seeds
-    share a row of the table."""
-
-    def run(name, one, **changes):
-        c = dict(name=name, column="d+", diversity="outputs", lam=1e3, seed=0, codes=[1])
-        c |= dict(dataset=name.split("_")[0]) | changes
-        scores = {"vote 1": one, "vote 10": one + 0.1, "nll 10": 0.5}
-        return dict(settings=c, networks=dict(sampled=dict(val=scores, test=scores)), null=[])
-
-    runs = [run("cifar10_d+", 0.5), run("cifar10_d+_lam9", 0.4, lam=9.0)]
-    runs += [run("cifar10_d+_seed1", 0.7, seed=1), run("cifar100_a", 0.2)]
-    runs += [run("cifar10_b", 0.3, column="b", diversity="none", codes=None)]
-    left, right = lenet.plot_fronts(runs).axes
-    names = [*lenet.PAPER.keys(), "diagonal"]
-    for ax, lines in (left, [*FRONTS, ("chance", 30, 40), *names]), (right, [*FRONTS, "diagonal"]):
-        drawn = [(line.get_label()[11:], *line.get_xydata().round().flatten()) for line in ax.lines]
-        assert len(drawn) == len(lines)
-        assert all(line in drawn for line in lines if isinstance(line, tuple))
-    assert [text.get_text() for text in left.texts] == ["b"]
-    assert sorted(text.get_text() for text in right.texts) == ["1e3", "9", "d+"]
-    first, second = (part.splitlines() for part in lenet.table(runs).split("\n\n"))
-    assert max(line.count("|") for line in first + second) == 1 + 7  # columns at most
-    assert "| cifar10_d+: sampled |" in first[2] and "| 60 ± 14 |" in first[2]  # of 50 and 70
-    assert "| 30 |  | 40 |" in first[-1] and "|  | 0.5 |" in second[-1]
-
-
-# ---- the script ----------------------------------------------------------------------------------
+def files_in(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def forbidden(*_, **__):
     raise AssertionError("this must not be called")
 
 
-def test_the_command_again(script, tmp_path, monkeypatch, capsys):
-    """All columns; then the same command trains nothing, loads nothing, and draws again; one column
-    alone shows all that are finished; a folder called results is drawn without data and weights,
-    and nothing is trained there."""
-    monkeypatch.setattr(script, "QUICK", dict(steps=4, rows=2, averaged=5))
-    out, argv = tmp_path / "runs", [*FAKE, "--quick"]
-    runs = script.main([*argv, "--out", str(out)])
-    folders = sorted(f"cifar10_{column}_quick_fake" for column in script.RECIPES)
-    expected = {f"{name}/{file}" for name in folders for file in ("checkpoint.pt", "metrics.json")}
-    assert set(files_in(out)) == expected | {"fronts.png"}
-    assert (out / "fronts.png").read_bytes().startswith(b"\x89PNG")
-    for run, folder in zip(runs, folders):
-        assert run == json.loads((out / folder / "metrics.json").read_text())
-        facts = ("settings", "command", "commit", "hardware", "torch", "log", "networks")
-        assert set(facts) <= set(run) and run["command"].startswith(f"python {script.NAME}.py --f")
-        assert run["settings"]["steps"] == 4 and [row["step"] for row in run["log"]] == [2, 4]
-        assert run["settings"]["fake_data"] and run["settings"]["name"] == folder
-        tested = dict(a=1, b=10 if script.NAME[1] == "3" else 2, free=5)
-        sampled = run["networks"]["sampled"]
-        assert sampled["val"]["networks"] == tested.get(run["settings"]["column"], 12)
-        assert ("auroc 1" in sampled["test"]) == (script.NAME[1] == "3")
-    table = capsys.readouterr().out
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 * (2 + sum(len(run["networks"]) for run in runs))
-    rows = [[cell.strip() for cell in row.split("|")] for row in rows]
-    for run in runs:
-        row, _ = [row for row in rows if row[1] == f"{run['settings']['name']}: sampled"]
-        test = run["networks"]["sampled"]["test"]
-        assert float(row[2]) == pytest.approx(100 * test["vote 1"], rel=1e-3)
-
-    for name in ("load_data", "train", "analyse"):
-        monkeypatch.setattr(script, name, forbidden)
-    before = files_in(out)
-    (out / "fronts.png").unlink()
-    assert script.main([*argv, "--out", str(out)]) == runs
-    assert files_in(out) == before
-    assert script.main([*argv, "--columns", "d", "--out", str(out)]) == runs
-    assert capsys.readouterr().out.count(table) == 2
-
-    documented = tmp_path / "results" / script.NAME
-    shutil.copytree(out, documented, ignore=shutil.ignore_patterns("*.pt", "*.png"))
-    assert script.main(["--device", "cpu", "--out", str(documented)]) == runs
-    assert (documented / "fronts.png").read_bytes() == before["fronts.png"]
-
-
 def interrupted(*_, **__):
     raise KeyboardInterrupt
 
 
-def assert_same_run(whole: Path, stopped: Path) -> None:
-    """Models, chains, logs and results of all runs in two folders, bit for bit."""
-    names = [file.parent.name for file in sorted(whole.glob("*/metrics.json"))]
-    assert names
-    assert set(files_in(whole)) == set(files_in(stopped))
-    for name in names:
-        metrics = [without_seconds(out / name / "metrics.json") for out in (whole, stopped)]
-        metrics[0]["command"] = metrics[1]["command"]  # their --out differs
-        assert metrics[0] == metrics[1]
-        a, b = (saved(out / name / "checkpoint.pt") for out in (whole, stopped))
-        assert a["log"] == b["log"] == metrics[0]["log"] and a["step"] == b["step"]
-        assert a["optimizers"] == b["optimizers"] == []  # a finished run keeps none
-        assert len(tensors(a)) == len(tensors(b)) > 4
-        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
+# ---- Settings and arguments ----------------------------------------------------------------------
+def test_help_names_each_setting(lenet, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        lenet.main(["--help"])
+    text = capsys.readouterr().out
+    assert lenet.__doc__ in text
+    for field in dataclasses.fields(lenet.Settings):
+        assert "--" + field.name.replace("_", "-") in text and f"(c): {field.default}" in text
 
 
-@pytest.mark.parametrize(
-    "name, column, save_seconds",
-    [
-        ("03_cifar_lenet", "b", 0),
-        ("03_cifar_lenet", "b", 1000),
-        ("03_cifar_lenet", "d", 0),
-        ("03_cifar_lenet", "e", 0),
-        ("04_cifar_resnet32", "d+", 0),
-    ],
-)
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, name, column, save_seconds):
-    """Stopped in the middle of step 6, of step 8, the last, and of the analysis; a row of the log
-    is 4 steps long. Saved at every step, or at the rows: bit for bit the run that was never
-    stopped, and what is trained is not trained again."""
-    script = importlib.import_module(name)
-    shrink(script, monkeypatch.setattr)
-    argv = [*FAKE, "--columns", column, "--out"]
-    script.main([*argv, str(tmp_path / "whole")])
-    monkeypatch.setattr(script, "SAVE_SECONDS", save_seconds)
-    training_step, analyse, steps = script.training_step, script.analyse, []
-    file = tmp_path / "stopped" / f"cifar10_{column}_fake" / "checkpoint.pt"
-    for last in (6, 8):
+def test_flags_win_over_quick_and_quick_over_columns(lenet):
+    assert lenet.parse_args([]).settings == lenet.COLUMNS
+    assert lenet.parse_args([]).out == Path("runs/03_cifar_lenet")
+    args = lenet.parse_args(["--quick", "--images", "70", "--constant-rate", "--columns", "a"])
+    limits = dict(steps=200, test_images=1000, test_networks=20, averaged=500)
+    expected = dataclasses.replace(lenet.COLUMNS["a"], images=70, constant_rate=True, **limits)
+    assert args.settings == {"a": expected} and args.out == Path("runs/03_cifar_lenet_quick")
+    quick = lenet.parse_args(["--quick", "--no-constant-rate"]).settings["b"]
+    assert (quick.networks, quick.images, quick.constant_rate) == (5, 64, False)
 
-        def dying(*args, last=last):
-            result = training_step(*args)
-            if len(steps) == last - 1:
-                raise KeyboardInterrupt
-            steps.append(None)
-            return result
 
-        monkeypatch.setattr(script, "training_step", dying)
-        with pytest.raises(KeyboardInterrupt):
-            script.main([*argv, str(tmp_path / "stopped")])
-        step = saved(file)["step"]
-        assert step == (last - 1 if save_seconds == 0 else 4)
-        del steps[step:]
-    monkeypatch.setattr(script, "training_step", training_step)
-    monkeypatch.setattr(script, "analyse", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        script.main([*argv, str(tmp_path / "stopped")])
-    monkeypatch.setattr(script, "training_step", forbidden)
-    monkeypatch.setattr(script, "analyse", analyse)
-    script.main([*argv, str(tmp_path / "stopped")])
+WRONG = """--steps 0; --steps 1000000; --sgd-lr nan; --lam inf; --lam 0; --networks -3; --seed -1
+--seed 4000; --columns d --networks 1; --columns d --shared-images 0; --diversity output
+--model network; --dataset mnist; --device cuda; --columns e; --steps many"""
+
+
+@pytest.mark.parametrize("words", WRONG.replace("\n", "; ").split("; "))
+def test_wrong_flags(lenet, tmp_path, monkeypatch, capsys, words):
+    """Exit code 2 before any work; the last line names the flag or the setting that is wrong."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(lenet, "load_data", forbidden)
+    with pytest.raises(SystemExit) as stop:
+        lenet.main([*words.split(), "--out", str(tmp_path / "runs")])
+    wrong = words.split()[-2].strip("-").replace("-", "_")
+    assert wrong in capsys.readouterr().err.splitlines()[-1].replace("-", "_")
+    assert stop.value.code == 2 and not (tmp_path / "runs").exists()
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dataset, folder, key", [
+    ("cifar10", "cifar-10-batches-py", "labels"), ("cifar100", "cifar-100-python", "fine_labels")
+])  # fmt: skip
+@pytest.mark.parametrize("limit, val, test", [(10_000, 50, 100), (20, 20, 20)])
+def test_load_data(lenet, data, dataset, folder, key, limit, val, test):
+    """Against the pickles in numpy: the first images are for validation, the others for training.
+    Float32: pixels below 4 after sums of 500,000 numbers."""
+    files = sorted((data / folder).glob("data_batch_*")) or [data / folder / "train"]
+    files += (data / folder).glob("test*")
+    contents = [pickle.loads(file.read_bytes()) for file in files]
+    pixels = np.concatenate([content["data"] for content in contents]).astype(float)
+    pixels = pixels.reshape(600, 3, 32, 32)
+    labels = sum([content[key] for content in contents], [])
+    for colour in range(3):
+        training = pixels[:500, colour]
+        pixels[:, colour] = (pixels[:, colour] - training.mean()) / training.std()
+    splits = lenet.load_data(lenet.Settings(dataset=dataset, test_images=limit), data, "cpu")
+    expected = dict(train=(val, 500), val=(0, val), test=(500, 500 + test))
+    assert list(splits) == list(expected)
+    for split, (start, end) in expected.items():
+        x, y = splits[split]
+        assert x.dtype == torch.float32 and y.tolist() == labels[start:end]
+        plain = torch.from_numpy(pixels[start:end])
+        torch.testing.assert_close(x.double(), plain, rtol=0, atol=1e-5)
+
+
+def test_no_data(lenet, data, tmp_path):
+    """One line: which file to put where. There is no network here."""
+    folder = tmp_path / "data"
+    for state in ("missing", "damaged"):
+        message = refused(lenet, command(folder, tmp_path / "out", "a"), tmp_path)
+        assert f"cifar10 is {state} in {folder}" in message
+        assert "put cifar-10-python.tar.gz there" in message
+        shutil.copytree(data, folder, dirs_exist_ok=True)
+        batch = folder / "cifar-10-batches-py/data_batch_3"
+        batch.write_bytes(batch.read_bytes()[:-1])
+
+
+def test_random_crops(lenet):
+    """Each is a crop of its own image, every second mirrored; the first are the same for all."""
+    y = torch.arange(5) % 4
+    padded = torch.rand(5, 3, 36, 36) + 10 * torch.arange(5).view(5, 1, 1, 1)
+    s = lenet.Settings(networks=3, images=40, shared_images=7)
+    x, labels = lenet.random_crops(padded, y, s, generator_of(0))
+    assert x.shape == (3, 40, 3, 32, 32)
+    places = []
+    for i in range(120):
+        n, b = divmod(i, 40)
+        image = x[n, b].flip(-1) if b % 2 == 1 else x[n, b]
+        original = int(image.min() // 10)
+        assert labels[n, b] == y[original]
+        for row in range(5):
+            for column in range(5):
+                crop = padded[original, :, row : row + 32, column : column + 32]
+                if torch.equal(image, crop):
+                    places.append((row, column))
+    assert len(places) == 120  # all are found, once
+    assert len(set(places)) > 20  # of 25; 106 draws miss one of them with a chance of 1 %
+    same = (x == x[0]).flatten(2).all(dim=2)
+    assert same[1].tolist() == same[2].tolist() == [True] * 7 + [False] * 33
+    again, _ = lenet.random_crops(padded, y, s, generator_of(0))
+    assert torch.equal(again, x)
+
+
+# ---- Networks ------------------------------------------------------------------------------------
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_counts_of_the_paper(lenet):
+    model = lenet.make_model(lenet.COLUMNS["d"])
+    parts = [parameters(part) for part in (model.extractor, *model.generators)]
+    assert parts == [290400, 193600, 223600, 323600, 4228800, 503200]
+    assert parameters(model) == 5763200 + 1152  # the bias of the codes
+    hundred = lenet.make_model(lenet.Settings(dataset="cifar100"))
+    assert parameters(hundred.generators[-1]) == 3563200
+    for dataset, weights in ("cifar10", 62006), ("cifar100", 69656):
+        s = lenet.Settings(model="networks", networks=3, dataset=dataset)
+        assert parameters(lenet.make_model(s)) == 3 * weights
+        s = lenet.Settings(model="around mean", dataset=dataset)
+        assert parameters(lenet.make_model(s).weights) == weights
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_target_network_is_lenet(lenet, classes):
+    """Two networks against torch.nn modules, ReLU before pooling. Float32: sums of 400 terms."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 3, 32, 32)
+    theta = lenet.he_weights([*lenet.LAYERS, (classes, 85)], 2)
+    logits = lenet.each_network(lenet.target_network, x, theta)
+    for n in range(2):
+        twin = nn.Sequential(
+            nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
+        )  # fmt: skip
+        layers = [module for module in twin if hasattr(module, "weight")]
+        for layer, filters in zip(layers, theta):
+            layer.weight.data = filters[n, :, :-1].reshape(layer.weight.shape)
+            layer.bias.data = filters[n, :, -1].clone()
+        torch.testing.assert_close(logits[n], twin(x[n]), rtol=1e-4, atol=1e-4)
+
+
+def plain_mlp(module, x):
+    """Three matrices with leaky ReLU between them."""
+    for i in (0, 2, 4):
+        x = module[i].weight @ x
+        if i < 4:
+            x = torch.where(x > 0, x, 0.05 * x)
+    return x
+
+
+def plain_weights(model, z):
+    """W(E(z) + bias) of one network, one code after the other, of the size of He's weights."""
+    codes = (plain_mlp(model.extractor, z) + model.bias).view(144, 8)
+    theta = []
+    used = 0
+    for module, number, (filters, size) in zip(model.generators, [6, 16, 120, 1, 1], model.shapes):
+        made = [plain_mlp(module, code) for code in codes[used : used + number]]
+        used += number
+        theta.append(torch.cat(made).view(filters, size) * math.sqrt(2 / (size - 1)))
+    return theta
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("column", ["c", "c+"])
+def test_hypernetworks(lenet, column):
+    """W(E + b), and mean + scale * (W(E + b) - W(b)), where E(0) = 0. Float32: sums of 400
+    numbers of size 1."""
+    model = spread_model(lenet, dataclasses.replace(lenet.COLUMNS[column], scale=0.3))
+    z = model.draw_z(2, generator_of(0))
+    assert z.shape == (2, 100) and not torch.equal(z[0], z[1])
+    theta = model(z)
+    for n in range(2):
+        plain = plain_weights(model, z[n])
+        if column == "c+":
+            origin = plain_weights(model, torch.zeros(100))
+            for k, mean in enumerate(model.weights):
+                plain[k] = mean[0] + 0.3 * (plain[k] - origin[k])
+        for ours, expected in zip(theta, plain):
+            torch.testing.assert_close(ours[n], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("column, low, high", [("c", 0.9, 0.999), ("c+", 0.9, 0.9999),
+                                               ("five", -0.1, 0.1)])  # fmt: skip
+def test_networks_at_first(lenet, column, low, high):
+    """Near-copies, but not the same, or unrelated, of He's size. Layer 3 has 120 codes: its size
+    scatters by 5 %, and leaky ReLU adds a little. The likeness of (c) is 0.97 to 0.98."""
+    torch.manual_seed(0)
+    theta = lenet.sample(lenet.make_model(lenet.COLUMNS[column]), 20, generator_of(0))
+    assert 0.7 < theta[2].square().mean() * 400 / 2 < 1.4
+    vectors = F.normalize(theta[2].flatten(1), dim=1)
+    others = ~torch.eye(len(vectors), dtype=torch.bool)
+    assert low < (vectors @ vectors.T)[others].mean() < high
+
+
+def test_each_optimizer_has_its_own_parameters(lenet):
+    """SGD has ordinary networks, or the mean, Adam the rest."""
+    for column, kinds in ("a", ["SGD"]), ("c", ["Adam"]), ("c+", ["SGD", "Adam"]):
+        s = small(lenet, column + " --sgd-lr 0.3 --adam-lr 0.4")
+        model = lenet.make_model(s)
+        optimizers = lenet.make_optimizers(model, s)
+        assert [type(optimizer).__name__ for optimizer in optimizers] == kinds
+        mean = set(model.weights) if "SGD" in kinds else set()
+        parts = dict(SGD=(mean, 0.3, 5e-4), Adam=(set(model.parameters()) - mean, 0.4, 0))
+        for kind, optimizer in zip(kinds, optimizers):
+            mine = set(optimizer.param_groups[0]["params"])
+            facts = (mine, optimizer.defaults["lr"], optimizer.defaults["weight_decay"])
+            assert facts == parts[kind]
+
+
+# ---- The objective -------------------------------------------------------------------------------
+def plain_diversity(kind, theta, probabilities, y):
+    """From the probabilities (B, classes) of each network, and all weights."""
+    n = len(probabilities)
+    if kind == "none":
+        return torch.tensor(0.0)
+    if kind == "ensemble":  # what the log of the mean probability gains over the mean log
+        gain = 0
+        for b, label in enumerate(y):
+            own = [p[b, label] for p in probabilities]
+            gain += (sum(own) / n).log() - sum(p.log() for p in own) / n
+        return 100 * gain / len(y)
+    if kind == "outputs":
+        points = [p.flatten() for p in probabilities]
+    else:
+        points = [torch.cat([layer[i].flatten() for layer in theta]) for i in range(n)]
+    if kind == "variance":
+        mean = sum(points) / n
+        return 100 * (sum((point - mean) ** 2 for point in points) / (n - 1)).mean()
+    logs = []
+    for i in range(n):
+        distances = [torch.dist(points[i], points[j]) for j in range(n) if j != i]
+        logs.append(min(distances).log())
+    return torch.digamma(torch.tensor(float(n))) + 100 * sum(logs) / n
+
+
+@pytest.mark.parametrize("kind", MEASURES)
+def test_objective(lenet, kind):
+    """loss = lam * cross-entropy - ramp * diversity, each from plain loops; images 0 and 1 are
+    shared. Float32: the entropy of weights is a difference of vectors of 62,006 numbers."""
+    s = lenet.Settings(diversity=kind, shared_images=2, lam=70.0)
+    model = spread_model(lenet, s)
+    x = torch.randn(3, 4, 3, 32, 32)
+    y = torch.randint(10, (3, 4))
+    x[:, :2] = x[0, :2].clone()
+    y[:, :2] = y[0, :2].clone()
+    z = model.draw_z(3, None)
+    result = lenet.training_step(model, z, x, y, s, 0.3)
+    theta = model(z)
+    probabilities = []
+    loss_acc = 0
+    hits = 0
+    for n in range(3):
+        logits = lenet.target_network(x[n : n + 1], one_network(theta, n))[0]
+        loss_acc += F.cross_entropy(logits, y[n]) / 3
+        hits += (logits.argmax(dim=1) == y[n]).sum().item()
+        probabilities.append(logits[:2].double().softmax(dim=1))
+    entropy = plain_diversity(kind, lenet.fix_gauge(theta), probabilities, y[0, :2]).float()
+    torch.testing.assert_close(result["loss_acc"], loss_acc)
+    torch.testing.assert_close(result["entropy"], entropy, rtol=1e-4, atol=1e-4)
+    loss = 70 * loss_acc - 0.3 * entropy
+    torch.testing.assert_close(result["loss"], loss, rtol=1e-4, atol=1e-3)
+    assert result["acc"].item() == pytest.approx(hits / 12)
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+@pytest.mark.parametrize("column", ["five", "d", "d+"])
+def test_without_the_device(lenet, device, column):
+    """A tensor made on the wrong device raises here, and so does reading a value back. Autograd
+    cannot run backward on fake CUDA tensors where there is no GPU; on meta tensors it can."""
+    with FakeTensorMode() if device == "cuda" else nullcontext():
+        with torch.device(device):  # for the parameters; the rest must find it by itself
+            model = lenet.make_model(small(lenet, column))
+            padded = torch.rand(20, 3, 36, 36)
+            y = torch.zeros(20, dtype=torch.long)
+        for kind in MEASURES:
+            s = small(lenet, f"{column} --diversity {kind}")
+            batch = lenet.random_crops(padded, y, s, None)
+            result = lenet.training_step(model, model.draw_z(2, None), *batch, s, 0.5)
+            assert all(value.device.type == device for value in result.values())
+            if device == "meta":
+                result["loss"].backward()
+                assert all(p.grad.device.type == device for p in model.parameters())
+        theta = lenet.gaussian_like(lenet.sample(model, 2, None), 6, None)
+        assert lenet.predict(theta, padded[:, :, :32, :32]).device.type == device
+        assert lenet.average(model, 2, None)[0].device.type == device
+
+
+# ---- Training ------------------------------------------------------------------------------------
+def test_lr_factor(lenet):
+    """By hand: up to 1 in 200 steps, or a fifth, and down to 0; (b) from 10 to 1, then 1."""
+    falling = {0: 1 / 200, 99: 1 / 2, 199: 0.801, 500: 0.5, 999: 0.001}
+    b = {0: 10 / 200, 99: 5, 199: 6.418, 250: 5.5, 400: 2.8, 500: 1, 999: 1}
+    for constant, by_hand in (False, falling), (True, b):
+        s = lenet.Settings(model="networks", steps=1000, constant_rate=constant)
+        factors = [lenet.lr_factor(s, step) for step in by_hand]
+        assert factors == pytest.approx(list(by_hand.values()))
+    short = lenet.Settings(steps=10)
+    assert [lenet.lr_factor(short, step) for step in (0, 1)] == pytest.approx([1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("steps, networks, taken", [
+    (20, 1, range(11, 21)), (40, 1, range(22, 41, 2)), (1000, 2, [600, 700, 800, 900, 1000]),
+    (40, 5, [30, 40]), (1235, 10, [1235]),
+])  # fmt: skip
+def test_ten_networks_of_the_chains(lenet, tmp_path, monkeypatch, steps, networks, taken):
+    """Of (b): from the second half, equally far apart, all chains at once, the last included. A
+    network is one number here, that of the step. Also the ramp of each step."""
+    ramps = []
+
+    def counting_step(model, z, x, y, s, ramp):
+        model.weights[0].data += 1
+        ramps.append(ramp)
+        return dict(loss=model.weights[0].sum())
+
+    chains = lenet.Networks([torch.zeros(networks, 1, 1)])
+    monkeypatch.setattr(lenet, "make_model", lambda s: chains)
+    monkeypatch.setattr(lenet, "training_step", counting_step)
+    monkeypatch.setattr(lenet, "validate", lambda *_: {})
+    s = small(lenet, f"b --steps {steps} --networks {networks} --sgd-lr 0")
+    data = {"train": (torch.zeros(9, 3, 32, 32), torch.zeros(9, dtype=torch.long))}
+    model, log = lenet.train(s, data, tmp_path / "checkpoint.pt")
+    assert model.weights[0].view(-1, networks).tolist() == [[number] * networks for number in taken]
+    assert len(model.weights[0]) == 10 and log[-1]["step"] == steps and 20 <= len(log) <= 40
+    assert ramps == [min(1, step / (steps / 2)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("flags, rates", [
+    ("b", (10, 4, 1)), ("five --seed 2", (1, 2 / 3, 1 / 3)), ("c+", (1, 2 / 3, 1 / 3))
+])  # fmt: skip
+def test_networks_follow_their_own_gradients(lenet, data, tmp_path, flags, rates):
+    """The whole of train() against torch's SGD on the loss of one network alone, and, of the mean
+    without deviations, on the mean loss of all. A factor lam or N would move them by as much."""
+    s = small(lenet, flags + " --steps 3 --networks 3 --sgd-lr 0.01 --scale 0 --lam 70")
+    data = lenet.load_data(s, data, "cpu")
+    lenet.train(s, data, tmp_path / "checkpoint.pt")
+    trained = saved(tmp_path / "checkpoint.pt")["model"]
+    first_seed = 10**6 * (1 + s.seed)
+    torch.manual_seed(first_seed)
+    model = lenet.make_model(s)
+    x, y = data["train"]
+    padded = F.pad(x, [2, 2, 2, 2])
+    for i in range(len(model.weights[0])):
+        start = [layer.detach()[i : i + 1] for layer in model.weights]
+        theta = [layer.clone().requires_grad_() for layer in start]
+        sgd = torch.optim.SGD(theta, momentum=0.9, weight_decay=5e-4, nesterov=True)
+        for step in range(3):
+            generator = generator_of(first_seed + 1 + step)
+            model.draw_z(3, generator)  # drawn first
+            images, labels = lenet.random_crops(padded, y, s, generator)
+            losses = []
+            for n in range(3):
+                logits = lenet.target_network(images[n : n + 1], theta)[0]
+                losses.append(F.cross_entropy(logits, labels[n]))
+            loss = sum(losses) / 3 if flags == "c+" else losses[i]
+            sgd.param_groups[0]["lr"] = 0.01 * rates[step]
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+        for k, alone in enumerate(theta):
+            moved = (alone - start[k]).abs().max().item()
+            ours = trained[f"weights.{k}"][i : i + 1]
+            torch.testing.assert_close(ours, alone, rtol=0, atol=0.01 * moved)
+
+
+def test_seeds_of_evaluation_are_not_those_of_training(lenet):
+    """Training has (1 + seed) * 10^6 + 0 to 10^6; torch uses the last 32 bits of a seed."""
+    assert {lenet.VALIDATION, lenet.TEST} == {1, 2}
+    assert (1 + 3999) * 10**6 + 10**6 < 2**32  # the last that Settings allows
+
+
+def test_gradients_of_the_mean_are_not_clipped(lenet, data, tmp_path, monkeypatch):
+    """Those of E, W and bias are, together, to norm 5."""
+    norms = dict(SGD=[], Adam=[])
+
+    def step(optimizer):
+        squares = [p.grad.square().sum() for p in optimizer.param_groups[0]["params"]]
+        norms[type(optimizer).__name__].append(sum(squares).sqrt().item())
+
+    training_step = lenet.training_step
+
+    def steep(*args):
+        result = training_step(*args)
+        return dict(result, loss=1e6 * result["loss"])
+
+    monkeypatch.setattr(lenet, "training_step", steep)
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    s = small(lenet, "d+ --steps 2")
+    lenet.train(s, lenet.load_data(s, data, "cpu"), tmp_path / "checkpoint.pt")
+    assert min(norms["SGD"]) > 1000 and norms["Adam"] == pytest.approx([5, 5], rel=1e-3)
+
+
+@pytest.mark.parametrize("column", ["five", "d", "d+"])
+def test_it_learns(lenet, data, tmp_path, column):
+    """Made-up patterns, a short life: far above the 10 % of chance."""
+    s = small(lenet, column + " --steps 60 --images 16 --sgd-lr 0.02")
+    _, log = lenet.train(s, lenet.load_data(s, data, "cpu"), tmp_path / "checkpoint.pt")
+    assert log[-1]["one"] > 50 and log[-1]["step"] == 60
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("number, votes", [(23, 2), (7, 1), (1, 1)])
+def test_evaluate(lenet, number, votes):
+    """Against loops over networks and images: 23 networks make two votes of ten, none is in both;
+    fewer than ten make one of all. With ties: the smallest class wins."""
+    torch.manual_seed(0)
+    y = torch.randint(4, (60,))
+    probabilities = (2 * torch.randn(number, 60, 4) + F.one_hot(y, 4)).softmax(dim=-1)
+    answers = probabilities.argmax(dim=-1).tolist()
+    size = min(10, number)
+    expected = dict(one=0, ten=0, disagree=0, nll_one=0, nll_ten=0)
+    ties = 0
+    for b, label in enumerate(y.tolist()):
+        for n in range(number):
+            expected["one"] += 100 * (answers[n][b] == label) / number / 60
+            expected["nll_one"] -= math.log(probabilities[n, b, label]) / number / 60
+            for m in range(n):
+                pairs = number * (number - 1) / 2
+                expected["disagree"] += 100 * (answers[n][b] != answers[m][b]) / pairs / 60
+        for group in range(votes):
+            networks = range(group * size, group * size + size)
+            classes = [answers[n][b] for n in networks]
+            counts = [classes.count(k) for k in range(4)]
+            ties += counts.count(max(counts)) > 1
+            expected["ten"] += 100 * (counts.index(max(counts)) == label) / votes / 60
+            mean = sum(probabilities[n, b, label].item() for n in networks) / size
+            expected["nll_ten"] -= math.log(mean) / votes / 60
+    assert ties > 5 or number == 1
+    assert lenet.evaluate(probabilities, y) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gaussian_like(lenet):
+    """Mean and covariance, between layers too, of 40,000 draws: an entry has a standard error of
+    at most sqrt(2 / 40,000) times the largest variance, which is above 1: five of them."""
+    torch.manual_seed(0)
+    points = torch.randn(50, 6) @ torch.randn(6, 6) + 3
+    theta = [points[:, :4].reshape(50, 2, 2), points[:, 4:].reshape(50, 1, 2)]
+    drawn = lenet.gaussian_like(theta, 40_000, generator_of(0))
+    assert [layer.shape for layer in drawn] == [(40_000, 2, 2), (40_000, 1, 2)]
+    vectors = torch.cat([layer.flatten(1) for layer in drawn], dim=1)
+    error = 5 * (2 / 40_000) ** 0.5 * points.var(dim=0).max()
+    assert points.var(dim=0).max() > 1
+    assert (vectors.T.cov() - points.T.cov()).abs().max() < error
+    assert (vectors.mean(dim=0) - points.mean(dim=0)).abs().max() < error
+
+
+@torch.no_grad()
+def test_analyse(lenet):
+    """Networks, their average and Gaussian ones, one network at a time, on images of two portions;
+    250 networks are three portions. Float32: an answer of 3,600 may differ."""
+    s = small(lenet, "d --averaged 250")
+    model = spread_model(lenet, s)
+    data = {}
+    for split in ("val", "test"):
+        data[split] = (torch.randn(300, 3, 32, 32), torch.randint(10, (300,)))
+    results = lenet.analyse(model, s, data)
+    generator = generator_of(lenet.TEST)
+    networks = lenet.sample(model, 12, generator)
+    many = model(model.draw_z(250, generator))
+    average = [layer.mean(dim=0, keepdim=True) for layer in many]
+    gaussian = lenet.gaussian_like(lenet.sample(model, 500, generator), 12, generator)
+    for split, (x, y) in data.items():
+        assert list(results[split]) == ["networks", "average", "gaussian"]
+        for kind, theta in dict(networks=networks, average=average, gaussian=gaussian).items():
+            hits = []
+            for n in range(len(theta[0])):
+                logits = lenet.target_network(x[None], one_network(theta, n))[0]
+                hits.append((logits.argmax(dim=1) == y).float().mean().item())
+            assert results[split][kind]["one"] == pytest.approx(100 * np.mean(hits), abs=0.03)
+    s = small(lenet, "five")
+    assert list(lenet.analyse(lenet.make_model(s), s, data)["test"]) == ["networks"]
+
+
+# ---- Figure and table ----------------------------------------------------------------------------
+@pytest.fixture
+def runs(lenet):
+    """Of (d+) two seeds, another lam, CIFAR-100, and (b), that has no average."""
+
+    def run(name, one, **changes):
+        test = dict(networks=dict(one=one, ten=one + 4, disagree=14.0, nll_one=0.8123, nll_ten=0.7))
+        if name != "b":
+            test["average"] = dict(one=one + 1)
+            test["gaussian"] = dict(one=one - 7, ten=one - 5)
+        s = dataclasses.replace(lenet.COLUMNS[name.split("/")[-1]], **changes)
+        return dict(name=name, settings=s, seconds=61.7, results=dict(test=test))
+
+    lam = run("lam9/d+", 65.0, lam=9.0)
+    hundred = run("cifar100/d+", 40.0, dataset="cifar100")
+    return [hundred, run("d+", 70.0), lam, run("seed1/d+", 73.0, seed=1), run("b", 60.0)]
+
+
+def test_table(lenet, runs):
+    """The standard deviation of 70 and 73 is 2.1."""
+    tables = []
+    for part in lenet.table(runs).strip().split("\n\n"):
+        lines = part.splitlines()
+        assert len({len(line) for line in lines}) == 1 and len(lines[0]) < 100
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        tables.append({row[0]: row[1:] for row in rows})
+    first, second = tables
+    assert list(first) == list(second) == ["run", "---", "cifar100/d+", "d+", "lam9/d+", "b"]
+    assert first["run"] == ["one", "ten", "average", "disagree", "seconds"]
+    assert first["d+"] == ["71.50 ± 2", "75.50 ± 2", "72.50 ± 2", "14.00 ± 0", "62"]
+    assert first["lam9/d+"] == ["65.00", "69.00", "66.00", "14.00", "62"]
+    assert first["b"] == ["60.00", "64.00", "", "14.00", "62"]
+    assert second["run"] == ["Gaussian: one", "Gaussian: ten", "NLL: one", "NLL: ten", "seconds"]
+    assert second["lam9/d+"] == ["58.00", "60.00", "0.8123", "0.7000", "62"]
+    assert second["b"] == ["", "", "0.8123", "0.7000", "62"]
+
+
+def test_plot_votes(lenet, runs):
+    """Points where they belong, of CIFAR-10 alone; the rule of votes, by hand."""
+    (ax,) = lenet.plot_votes(runs).axes
+    drawn = {}
+    rules = []
+    for line in ax.lines:
+        x, y = line.get_xydata().T
+        if len(x) == 1:
+            drawn[x[0], y[0]] = (line.get_color(), line.get_fillstyle())
+        else:
+            rules.append((x, y))
+    expected = {(one, ten): ("grey", "full") for one, ten in lenet.PAPER.values()}
+    for one in (65, 70, 73):
+        expected[one, one + 4] = ("C1", "full")
+        expected[one, one + 1] = ("C1", "none")
+    expected[60, 64] = ("black", "full")
+    assert drawn == expected and len(lenet.PAPER) == 3
+    assert {"d+", "lam9/d+", "b"} < {text.get_text().strip() for text in ax.texts}
+    for d, (x, y) in zip((0, 10, 15, 20, 25, 30), rules, strict=True):
+        assert np.allclose(y, x + 0.21 * d * d / (100 - x))
+
+
+# ---- The script ----------------------------------------------------------------------------------
+def test_the_command_again(lenet, data, tmp_path, monkeypatch, capsys):
+    """All columns; then the same command trains nothing and draws again, and --draw needs neither
+    data nor weights: the same bytes."""
+    argv = command(data, tmp_path, " ".join(lenet.COLUMNS) + " --networks 5")
+    runs = lenet.main(argv)
+    text = capsys.readouterr().out
+    before = files_in(tmp_path)
+    assert [run["name"] for run in runs] == sorted(lenet.COLUMNS)
+    assert len(before) == 2 * len(runs) + 1  # checkpoint.pt, metrics.json; one picture
+    assert before[tmp_path / "votes.png"].startswith(b"\x89PNG")
+    for run in runs:
+        folder = tmp_path / run["name"]
+        metrics = json.loads(before[folder / "metrics.json"])
+        assert {"command", "commit", "hardware", "threads", "torch", "results"} < set(metrics)
+        assert [row["step"] for row in metrics["log"]] == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert metrics["seconds"] == sum(row["seconds"] for row in metrics["log"])
+        theta = lenet.sample(lenet.load(folder / "checkpoint.pt"), 12, generator_of(0))
+        assert len(theta[0]) == dict(a=5, b=10, five=5).get(run["name"], 12)
+        assert f"{metrics['results']['test']['networks']['one']:#.4g}" in text
+
+    for name in ("load_data", "train", "analyse"):
+        monkeypatch.setattr(lenet, name, forbidden)
+    (tmp_path / "votes.png").unlink()
+    assert lenet.main(argv) == runs and files_in(tmp_path) == before
+    for file in [tmp_path / "votes.png", *tmp_path.rglob("*.pt")]:
+        file.unlink()
+    assert lenet.main(["--draw", "--out", str(tmp_path)]) == runs
+    assert (tmp_path / "votes.png").read_bytes() == before[tmp_path / "votes.png"]
+    assert capsys.readouterr().out == text + text
+
+
+def assert_same_run(whole, other):
+    """Models, snapshots, logs and results of the run in each of two folders, bit for bit."""
+    numbers = []
+    tensors = []
+    for out in (whole, other):
+        (file,) = out.glob("*/metrics.json")
+        metrics = json.loads(file.read_text())
+        checkpoint = saved(file.with_name("checkpoint.pt"))
+        assert checkpoint["optimizers"] == []  # a finished run keeps none
+        for row in metrics["log"] + checkpoint["log"]:
+            del row["seconds"]
+        names = {path.name for path in out.rglob("*")}
+        numbers.append([metrics["log"], checkpoint["log"], metrics["results"], names])
+        tensors.append(list(checkpoint["model"].values()) + sum(checkpoint["snapshots"], []))
+    assert numbers[0] == numbers[1] and len(tensors[0]) == len(tensors[1])
+    assert all(torch.equal(a, b) for a, b in zip(*tensors))
+
+
+def dying(lenet, last, death):
+    """A training step that dies when it is called for the last time."""
+    training_step = lenet.training_step
+    calls = []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == last:
+            death()
+        return training_step(*args)
+
+    return step
+
+
+@pytest.mark.parametrize("column", ["b", "d+"])
+def test_a_stopped_run_goes_on(lenet, data, tmp_path, monkeypatch, column):
+    """Stopped between two rows of the log, in the last step, and in the analysis: the same bits as
+    undisturbed. A row is two steps long."""
+    lenet.main(command(data, tmp_path / "whole", column + " --steps 42"))
+    argv = command(data, tmp_path / "stopped", column + " --steps 42")
+    for last, step in (24, 22), (20, 40):  # the second life begins at step 22
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(lenet, "training_step", dying(lenet, last, interrupted))
+            lenet.main(argv)
+        checkpoint = saved(tmp_path / "stopped" / column / "checkpoint.pt")
+        assert checkpoint["log"][-1]["step"] == step
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lenet, "analyse", interrupted)
+        lenet.main(argv)
+    monkeypatch.setattr(lenet, "training_step", forbidden)
+    lenet.main(argv)
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-KILLED = """
+CHILD = """
 import importlib, os, signal, sys
-from test_03_cifar_lenet import shrink
-
-script, calls = importlib.import_module(sys.argv[1]), []
-shrink(script, setattr)
-training_step = script.training_step
-
-def dying(*args):
-    calls.append(None)
-    if len(calls) == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return training_step(*args)
-
-script.training_step = dying
-script.main(sys.argv[3:])
+import conftest, test_03_cifar_lenet as tests
+lenet = importlib.import_module("03_cifar_lenet")
+def death():
+    os.kill(os.getpid(), signal.SIGKILL)
+lenet.training_step = tests.dying(lenet, int(sys.argv[1]), death)
+lenet.main(sys.argv[2:])
 """
 
 
-def test_a_killed_run_goes_on(script, tmp_path):
-    """kill -9 of a process in step 6 of column d+, after all of b: the same command again leaves b
-    as it is, and ends with the bits of an undisturbed run. tests/kill.py kills at any moment."""
-    argv = [*FAKE, "--columns", "b", "d+", "--out"]
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, script.NAME, str(8 + 6), *argv, str(tmp_path / "stopped")],
-        env=os.environ | dict(PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}"),
-        capture_output=True,
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
-    (first,) = tmp_path.glob("stopped/*/metrics.json")
-    before = first.read_bytes()
-    assert saved(tmp_path / "stopped/cifar10_d+_fake/checkpoint.pt")["step"] == 4
-    script.main([*argv, str(tmp_path / "stopped")])
-    assert first.read_bytes() == before
-    script.main([*argv, str(tmp_path / "whole")])
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+@pytest.mark.skipif(os.name == "nt", reason="kill -9")
+def test_killed_and_then_two_processes_at_once(lenet, data, tmp_path):
+    """kill -9 in step 24, then twice the same command in the same folder: both end well, and with
+    the bits of an undisturbed run. tests/kill.py kills at any moment."""
+    out = tmp_path / "killed"
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+
+    def start(last):
+        words = [sys.executable, "-c", CHILD, str(last), *command(data, out, "b --steps 42")]
+        environment = dict(os.environ, PYTHONPATH=path)
+        return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+
+    for processes, code in ([start(24)], -signal.SIGKILL), ([start(0), start(0)], 0):
+        for process in processes:
+            _, error = process.communicate()
+            assert process.returncode == code, error
+    lenet.main(command(data, tmp_path / "whole", "b --steps 42"))
+    assert_same_run(tmp_path / "whole", out)
 
 
-def test_names_of_folders(lenet, resnet):
-    """A name says what was overridden, and two runs of other settings never have the same one."""
-
-    def names(script, line: str) -> list[str]:
-        return [c.name for c in script.parse_args(["--device", "cpu", *line.split()]).runs]
-
-    assert names(lenet, "") == [f"cifar10_{column}" for column in lenet.RECIPES]
-    line = "--columns d+ --dataset cifar100 --lam 300 --seed 1 --quick --fake-data"
-    assert names(lenet, line) == ["cifar100_d+_lam300_seed1_quick_fake"]
-    assert names(lenet, "--columns e --lr 1e-4 --diversity weights --means 1") == [
-        "cifar10_e_weights_lr0.0001_means1"
-    ]
-    values = ["--steps 100", "--steps 1000", "--lr 0.01", "--lr 0.001", "--lam 300", "--lam 3e3"]
-    values += ["--networks 2", "--networks 20", "--images 8", "--seed 1", "--seed 2", "--quick"]
-    values += ["--fake-data", "--dataset cifar100", "--seed 20260101", "--seed 20260102", ""]
-    for script, own in (lenet, ["--diversity weights", "--diversity none"]), (resnet, ["--amp"]):
-        lines = [f"--columns c d+ {a} {b}" for a in values + own for b in values + own]
-        runs = {}
-        for line in lines:
-            for c in script.parse_args(["--device", "cpu", *line.split()]).runs:
-                assert runs.setdefault(c.name, vars(c)) == vars(c), line
+COMMON = "write read commit percent mean_nll gaussian_like cell check_folder read_runs "
+SAME = {
+    "02_mnist_hypernet": COMMON,
+    "04_cifar_resnet32": COMMON + "parse_args random_crops Networks AroundMean make_optimizers "
+    "lr_factor save resume load sample evaluate colour_of table",
+}
 
 
-def test_quick_costs_little(lenet, resnet):
-    """At most what the table says, and a flag still wins."""
-    for script in (lenet, resnet):
-        for c in script.parse_args([*FAKE, "--quick", "--images", "70"]).runs:
-            recipe = script.RECIPES[c.column]
-            for name, most in (script.QUICK | dict(images=70)).items():
-                assert getattr(c, name) == (70 if name == "images" else min(most, recipe[name]))
+@pytest.mark.parametrize("name", SAME)
+def test_what_the_scripts_share_is_word_for_word_the_same(lenet, name):
+    """So that what is tested here need not be tested there."""
+    other = importlib.import_module(name)
+    for part in SAME[name].split():
+        assert inspect.getsource(getattr(lenet, part)) == inspect.getsource(getattr(other, part))
 
 
-# ---- bad input: one line, and nothing is overwritten ---------------------------------------------
-
-
-def refused(script, argv: list[str], folder: Path) -> str:
+# ---- Bad input: one line, and nothing is overwritten ---------------------------------------------
+def refused(lenet, argv, folder):
     """The message of a command that must stop without a change to the files in a folder."""
     before = files_in(folder)
     with pytest.raises(SystemExit) as stop:
-        script.main(argv)
+        lenet.main(argv)
     assert files_in(folder) == before
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code
     return stop.value.code
 
 
-def test_files_of_other_settings_are_refused(script, tmp_path, monkeypatch):
-    """The recipe changed since: an unfinished run and then a finished one."""
-    argv = [*FAKE, "--columns", "a", "--out", str(tmp_path)]
-    recipes = script.RECIPES
-    changed = recipes | dict(a=recipes["a"] | dict(crop=3))
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "analyse", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            script.main(argv)
-    for file in ("checkpoint.pt", "metrics.json"):
-        monkeypatch.setattr(script, "RECIPES", changed)
-        message = refused(script, argv, tmp_path)
-        folder = tmp_path / "cifar10_a_fake"
-        assert f"{folder / file} is of other settings" in message and f"remove {folder}" in message
-        assert f"'crop': {recipes['a']['crop']}" in message
-        monkeypatch.setattr(script, "RECIPES", recipes)
-        script.main(argv)
-
-
 class Hostile:
     """Unpickled by the usual pickle, it makes a file."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file):
         self.file = file
 
     def __reduce__(self):
         return Path.touch, (self.file,)
 
 
-@pytest.mark.parametrize("kind", ["half", "text", "other script", "weights"])
-def test_damaged_and_foreign_files_are_refused(script, tmp_path, kind):
-    folder = tmp_path / "cifar10_a_fake"
-    folder.mkdir()
-    file, c = folder / "checkpoint.pt", settings(script, "a")
-    model, _ = script.make_model(c, "cpu")
-    record = dict(settings=vars(c), step=2, seconds=1.0, log=[], chain=[], optimizers=[])
-    torch.save(record | dict(model=model.state_dict()), file)
-    if kind == "other script":
-        torch.save(saved(file) | dict(settings=vars(c) | dict(script="02_mnist_hypernet")), file)
-    elif kind == "weights":
-        torch.save(saved(file)["model"], file)
-    else:
-        whole = file.read_bytes()
-        file.write_bytes(dict(half=whole[: len(whole) // 2], text=b"hello")[kind])
-    message = refused(script, [*FAKE, "--columns", "a", "--out", str(tmp_path)], tmp_path)
-    assert str(file) in message
-    assert "of other settings" in message if kind == "other script" else "damaged" in message
-    with pytest.raises(SystemExit):
-        script.load(file)
-
-
-def test_a_hostile_file_is_refused_and_not_run(script, tmp_path):
-    folder, victim = tmp_path / "cifar10_a_fake", tmp_path / "executed"
-    folder.mkdir()
-    torch.save(dict(settings=Hostile(victim)), folder / "checkpoint.pt")
-    message = refused(script, [*FAKE, "--columns", "a", "--out", str(tmp_path)], tmp_path)
-    assert "damaged or not of this script" in message
-    with pytest.raises(SystemExit, match="damaged or not of this script"):
-        script.load(folder / "checkpoint.pt")
+@pytest.mark.parametrize("name", ["metrics.json", "checkpoint.pt"])
+@pytest.mark.parametrize("kind", ["settings", "script", "half", "text", "no record", "hostile"])
+def test_other_files_are_refused_before_any_work(lenet, data, tmp_path, monkeypatch, name, kind):
+    """In the folder of the second column, so that the first must not begin."""
+    lenet.main(command(data, tmp_path, "a"))
+    monkeypatch.setattr(lenet, "load_data", forbidden)
+    if name == "checkpoint.pt":
+        (tmp_path / "a/metrics.json").unlink()  # of a run that is not finished
+    file = tmp_path / "a" / name
+    victim = tmp_path / "executed"
+    content = file.read_bytes()
+    torch.save(dict(log=Hostile(victim)), tmp_path / "hostile")
+    file.write_bytes({
+        "settings": content,
+        "script": content.replace(b"03_cifar_lenet", b"02_mnist_hyper"),
+        "half": content[: len(content) // 2],
+        "text": b"hello",
+        "no record": b"{}",
+        "hostile": (tmp_path / "hostile").read_bytes(),
+    }[kind])  # fmt: skip
+    flags = "b a --seed 1" if kind == "settings" else "b a"
+    message = refused(lenet, command(data, tmp_path, flags), tmp_path)
+    reason = "a run of other settings" if kind == "settings" else "damaged, or no run of 03_cifar"
+    assert f"{file} is {reason}" in message and "choose another --out" in message
     assert not victim.exists()
-    pickle.loads(pickle.dumps(Hostile(victim)))  # the file would have done it
-    assert victim.exists()
+    if kind == "hostile":
+        torch.load(file, weights_only=False)
+        assert victim.exists()  # the file would have done it
 
 
-def test_a_damaged_metrics_file_is_refused(script, tmp_path):
-    folder = tmp_path / "cifar10_a_fake"
-    folder.mkdir()
-    (folder / "metrics.json").write_text('{"settings": {"script"')
-    message = refused(script, [*FAKE, "--columns", "a", "--out", str(tmp_path)], tmp_path)
-    assert "metrics.json is missing, damaged" in message
-
-
-def test_no_data_and_no_network(lenet, resnet, tmp_path, monkeypatch):
-    """One line with the file to fetch, and no folder of a run."""
-
-    def no_network(*_, **__):
-        raise URLError("no route to host")
-
-    monkeypatch.setattr(lenet.datasets.cifar, "download_and_extract_archive", no_network)
-    for script in (lenet, resnet):
-        argv = ["--device", "cpu", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
-        message = refused(script, argv, tmp_path)
-        assert "cifar-10-python.tar.gz" in message and "--fake-data" in message
-        assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ("--steps 0", "positive numbers"),
-        ("--lr nan", "positive numbers"),
-        ("--lam inf", "positive numbers"),
-        ("--networks -3", "positive numbers"),
-        ("--columns d --networks 1", "diversity needs"),
-        ("--device cuda", "invalid choice: 'cuda'"),
-    ],
-)
-def test_bad_values(script, tmp_path, monkeypatch, capsys, argv, message):
-    """Exit code 2 before any work, the reason in the last line, and no folder is made."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(script, "load_data", forbidden)
-    with pytest.raises(SystemExit) as stop:
-        script.main(["--out", str(tmp_path / "runs"), *argv.split()])
-    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    "argv", ["--columns c --means 1", "--columns a --means 1", "--columns e --networks 6",
-             "--columns e --means 0", "--columns e --means -5", "--columns d+ --means 3"]
-)  # fmt: skip
-def test_bad_means(lenet, capsys, argv):
-    with pytest.raises(SystemExit):
-        lenet.parse_args(argv.split())
-    assert "--networks must be a multiple of it" in capsys.readouterr().err
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(script, tmp_path, monkeypatch):
-    """Nothing is written after the last good state."""
-    training_step, calls = script.training_step, []
+def test_a_loss_that_is_not_finite_stops_the_run(lenet, data, tmp_path, monkeypatch):
+    """Nothing is written after the last good state. A rate that is too large shows at once."""
+    training_step = lenet.training_step
+    calls = []
 
     def broken(*args):
-        calls.append(None)
-        loss, *rest = training_step(*args)
-        return loss * (math.nan if len(calls) > 4 else 1), *rest
+        calls.append(1)
+        result = training_step(*args)
+        return dict(result, entropy=torch.tensor(math.nan)) if len(calls) == 5 else result
 
-    monkeypatch.setattr(script, "training_step", broken)
-    c, file = settings(script, "d"), tmp_path / "checkpoint.pt"
-    with pytest.raises(SystemExit, match="step 8: the loss is not finite; try a smaller --lr"):
-        script.train(c, data_of(script), file)
-    assert saved(file)["step"] == 4 and set(files_in(tmp_path)) == {"checkpoint.pt"}
-    assert all(tensor.isfinite().all() for tensor in saved(file)["model"].values())
-
-
-def test_a_rate_that_is_too_large_stops_sgd(script, tmp_path):
-    """SGD's gradients are not clipped and have no norm in the log: the loss itself must tell."""
-    c = settings(script, "a", lr=1e20)
-    with pytest.raises(SystemExit, match="the loss is not finite; try a smaller --lr"):
-        script.train(c, data_of(script), tmp_path / "checkpoint.pt")
+    file = tmp_path / "checkpoint.pt"
+    s = small(lenet, "a --sgd-lr 1e30")
+    data = lenet.load_data(s, data, "cpu")
+    with pytest.raises(SystemExit, match="the loss is not finite: try a smaller rate"):
+        lenet.train(s, data, file)
+    assert not files_in(tmp_path)
+    monkeypatch.setattr(lenet, "training_step", broken)
+    with pytest.raises(SystemExit, match="the loss is not finite"):
+        lenet.train(small(lenet, "d"), data, file)
+    assert list(files_in(tmp_path)) == [file] and len(saved(file)["log"]) == 4
 
 
-def test_diversity_of_columns_without_shared_images(lenet, capsys):
-    with pytest.raises(SystemExit):
-        lenet.parse_args(["--columns", "b", "--diversity", "outputs"])
-    assert "columns a, b have none" in capsys.readouterr().err
+def run_as_script(monkeypatch, argv):
+    """What the shell prints at last."""
+    monkeypatch.setattr(sys, "argv", ["03_cifar_lenet.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "03_cifar_lenet.py"), run_name="__main__")
+    assert "\n" not in stop.value.code
+    return stop.value.code
+
+
+def test_a_full_disk_keeps_the_last_good_state(lenet, data, tmp_path, monkeypatch):
+    """A disk that takes half of the third file."""
+    write_bytes = Path.write_bytes
+    calls = []
+
+    def full(file, content):
+        calls.append(1)
+        if len(calls) < 3:
+            return write_bytes(file, content)
+        write_bytes(file, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    argv = command(data, tmp_path, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        message = run_as_script(patch, argv)
+    assert "No space left on device" in message and "is there room" in message
+    file = tmp_path / "a/checkpoint.pt"
+    assert list(files_in(tmp_path)) == [file] and len(saved(file)["log"]) == 2
+    (run,) = lenet.main(argv)
+    assert len(run["log"]) == 8
+
+
+def test_errors_of_the_shell(data, tmp_path, monkeypatch):
+    """--out is a file; nothing to draw; Ctrl-C."""
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert str(file) in run_as_script(monkeypatch, command(data, file, "a"))
+    assert file.read_text() == "mine"
+    message = run_as_script(monkeypatch, ["--draw", "--out", str(tmp_path)])
+    assert message == f"no finished run in {tmp_path}"
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", interrupted)
+    message = run_as_script(monkeypatch, command(data, tmp_path / "out", "a"))
+    assert message == "stopped; the same command goes on"
+
+
+def test_commit_without_git(lenet, tmp_path, monkeypatch):
+    assert "\n" not in lenet.commit() and "fatal" not in lenet.commit()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lenet.commit() == "unknown"
