@@ -15,18 +15,20 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
+from conftest import write_data
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "01_toy_gaussian_mixture": "--steps 100",
-    "02_mnist_hypernet": "--fake-data --steps 2 --networks 3 --images 4",
-    "03_cifar_lenet": "--fake-data --steps 3 --networks 3 --images 8",
-    "04_cifar_resnet32": "--fake-data --steps 2 --networks 2 --images 4",
-    "05_your_own_network": "--fake-data --steps 3",
+    "02_mnist_hypernet": "--steps 2 --networks 3 --images 4",
+    "03_cifar_lenet": "--steps 3 --networks 3 --images 8 --test-networks 20",
+    "04_cifar_resnet32": "--steps 2 --networks 2 --images 4",
+    "05_your_own_network": "--steps 3",
 }
+# Runs when a kernel starts: the made-up data of the tests has torchvision's checksums then.
+STARTUP = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); import conftest"
 OWN = "05_your_own_network"  # its code is its own, apart from common.py and this script's:
 SCRIPTS = {stem: "02_mnist_hypernet" if stem == OWN else stem for stem in SMALL}
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -57,13 +59,19 @@ def test_one_notebook_per_script():
 
 @each
 def test_runs_small_on_made_up_data(path, tmp_path, monkeypatch):
-    """In a copy of the repository without data; of the results a notebook has only its script's."""
+    """In a copy of the repository; of the results a notebook has only its script's."""
     for name in ("common.py", f"{SCRIPTS[path.stem]}.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for results in (ROOT / "results").glob(f"{path.stem[:2]}_*"):
         shutil.copytree(results, tmp_path / "results" / results.name)
+    shutil.copy(ROOT / "results/votes.csv", tmp_path / "results")
     before = sorted(tmp_path.rglob("results/**/*"))
     (tmp_path / "notebooks").mkdir()
+    write_data(tmp_path / "data")
+    startup = tmp_path / "ipython/profile_default/startup/made_up_data.py"
+    startup.parent.mkdir(parents=True)
+    startup.write_text(STARTUP)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("NOTEBOOK_ARGS", SMALL[path.stem])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two threads are slower for so little work
     execute(path, tmp_path / "notebooks", timeout=120)
@@ -173,57 +181,3 @@ if __name__ == "__main__":
         for cell in (cell for cell in run.cells if cell.cell_type == "code"):
             cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
         nbformat.write(run, file)
-
-
-@pytest.fixture
-def coordinates():
-    """Notebook 2's gauge, of random networks (4) on random images (4, 8, 1, 28, 28)."""
-    mnist = importlib.import_module("02_mnist_hypernet")
-    cells = [parse(c) for c in code_cells(ROOT / "notebooks" / "02_mnist_hypernet.ipynb")]
-    (cell,) = [c for c in cells if "coordinates" in [getattr(n, "name", "") for n in c.body]]
-    functions = ast.Module([n for n in cell.body if isinstance(n, ast.FunctionDef)], [])
-    scope = dict(torch=torch, F=torch.nn.functional, target_network=mnist.target_network)
-    exec(compile(functions, "notebook", "exec"), scope)
-    torch.manual_seed(0)
-    theta = [torch.randn(4, f, k) * (2 / k) ** 0.5 for f, k in mnist.SHAPES]
-    x = torch.rand(4, 8, 1, 28, 28)
-    return lambda theta: torch.cat([v.flatten(1) for v in scope["coordinates"](theta, x)], 1), theta
-
-
-def test_scales_do_not_move_coordinates(coordinates):
-    measure, theta = coordinates
-    other = [filters.clone() for filters in theta]
-    for filters, following in zip(other[:-1], other[1:]):
-        scale = torch.rand(4, filters.shape[1]) + 0.5
-        filters *= scale[..., None]
-        following[..., :-1].unflatten(-1, (filters.shape[1], -1)).div_(scale[:, None, :, None])
-    other[-1][..., -1] += 3.0  # of all logits
-    torch.testing.assert_close(measure(other), measure(theta), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_what_has_no_effect_does_not_move_coordinates(coordinates, layer):
-    """A new filter, or new taps, of a unit that never fires; a new filter of one without taps."""
-    measure, theta = coordinates
-    taps = theta[layer + 1][..., :-1].unflatten(-1, (theta[layer].shape[1], -1))  # views
-    theta[layer][:, 3, -1] = -1e3
-    before = measure(theta)
-    theta[layer][:, 3] = torch.rand_like(theta[layer][:, 3]) - 100
-    taps[:, :, 3] = 5.0
-    torch.testing.assert_close(measure(theta), before, atol=1e-5, rtol=1e-4)
-    taps[:, :, 2] = 0.0
-    before = measure(theta)
-    theta[layer][:, 2] = torch.rand_like(theta[layer][:, 2])
-    torch.testing.assert_close(measure(theta), before, atol=1e-5, rtol=1e-4)
-    taps[:, :, 2] = 1.0
-    assert (measure(theta) - before).abs().max() > 0.1  # what works does
-
-
-def test_coordinates_of_dead_networks_have_gradients(coordinates):
-    measure, theta = coordinates
-    for filters in theta[:-1]:
-        filters[:] = 0.0
-        filters[..., -1] = -1.0
-    theta = [filters.requires_grad_() for filters in theta]
-    measure(theta).square().sum().backward()
-    assert all(filters.grad.isfinite().all() for filters in theta)
