@@ -150,8 +150,7 @@ def test_evaluate(toy):
 
 
 def test_training_finds_peaks(toy):
-    """A twelfth of the documented steps. In any of four comparisons the worst of eight seeds had 4
-    peaks, -0.68, 0.84 and 0.42."""
+    """A twelfth of the documented steps. The least of eight seeds: 4 peaks, -0.68, 0.84, 0.42."""
     log, curves = toy.train(1.5, steps=610)
     assert [row["step"] for row in log] == [*range(11, 610, 11), 610]
     assert len(curves) == 1 + len(log)  # the first one is untrained
