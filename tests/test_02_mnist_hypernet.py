@@ -2,10 +2,8 @@
 it shares with 03 word for word is tested there."""
 
 import dataclasses
-import json
 import math
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from common import fix_gauge
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results/02_mnist_hypernet"
-KINDS = ["hypernet", "paper", "mnfg"]
 SMALL = "--device cpu --steps 8 --networks 4 --images 4 --test-images 20 --test-networks 6 --runs "
 
 
@@ -46,30 +43,12 @@ def generator_of(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def one_network(theta, n):
-    return [layer[n : n + 1] for layer in theta]
-
-
-def random_theta(mnist, number):
-    """Networks whose answers differ."""
-    torch.manual_seed(0)
-    return [2 * torch.randn(number, f, k) / k**0.5 for f, k in mnist.SHAPES]
-
-
 def vectors(theta):
     return torch.cat([layer.flatten(1) for layer in theta], dim=1)
 
 
-def parameters(module):
-    return sum(p.numel() for p in module.parameters())
-
-
 def files_in(folder):
     return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-
-def forbidden(*_, **__):
-    raise AssertionError("this must not be called")
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +60,9 @@ def fewer_networks(mnist, monkeypatch):
 # ---- Settings and data ---------------------------------------------------------------------------
 def test_runs_are_the_documented_ones(mnist):
     rows = {name: dataclasses.astuple(s)[:10] for name, s in mnist.parse_args([]).settings.items()}
-    network = "hypernetwork"
     assert rows == {
-        "hypernet": (network, "copies", 3000, 32, 32, 1, 2e-3, False, True, 1e3),
-        "paper": (network, "random", 13_000, 32, 32, 0, 3e-4, True, True, 1e3),
+        "hypernet": ("hypernetwork", "copies", 3000, 32, 32, 1, 2e-3, False, True, 1e3),
+        "paper": ("hypernetwork", "random", 13_000, 32, 32, 0, 3e-4, True, True, 1e3),
         "mnfg": ("mnfg", "random", 30_000, 4, 32, 1, 1e-3, False, True, 55e3),
     }
     s = mnist.parse_args(["--quick", "--runs", "paper", "--no-gauge"]).settings["paper"]
@@ -105,53 +83,50 @@ def test_wrong_flags(mnist, tmp_path, capsys, words):
 @pytest.mark.parametrize("limit, val, test", [(10_000, 41, 100), (20, 20, 20)])
 def test_load_data(mnist, data, limit, val, test):
     """Against the bytes: 500 images, of which a twelfth is for validation, and 100."""
-    files = [data / "MNIST/raw" / f"{name}-images-idx3-ubyte" for name in ("train", "t10k")]
-    pixels = b"".join(file.read_bytes()[16:] for file in files)
+    pixels = labels = b""
+    for name in ("train", "t10k"):
+        pixels += (data / f"MNIST/raw/{name}-images-idx3-ubyte").read_bytes()[16:]
+        labels += (data / f"MNIST/raw/{name}-labels-idx1-ubyte").read_bytes()[8:]
     images = np.frombuffer(pixels, np.uint8).reshape(600, 1, 28, 28) / 255
-    labels = b"".join(
-        Path(str(file).replace("images-idx3", "labels-idx1")).read_bytes()[8:] for file in files
-    )
     splits = mnist.load_data(mnist.Settings(test_images=limit), data, "cpu")
     expected = dict(train=(val, 500), val=(0, val), test=(500, 500 + test))
-    assert list(splits) == list(expected)
     for split, (start, end) in expected.items():
         x, y = splits[split]
-        assert x.dtype == torch.float32 and y.tolist() == list(labels[start:end])
         np.testing.assert_allclose(x, images[start:end], rtol=1e-6)
+        assert x.dtype == torch.float32 and y.tolist() == list(labels[start:end])
 
 
 def test_random_crops(mnist):
-    """Each is its own image, moved by up to two pixels; without `shift` it is the image."""
-    y = torch.arange(5) % 4
-    padded = torch.rand(5, 1, 32, 32) + 10 * torch.arange(5).view(5, 1, 1, 1)
+    """Each is its own image, moved by up to two pixels."""
+    images = torch.arange(5.0).view(5, 1, 1, 1) + torch.rand(5, 1, 32, 32) / 2
     s = mnist.Settings(networks=3, images=40, shift=2)
-    x, labels = mnist.random_crops(padded, y, s, generator_of(0))
+    x, y = mnist.random_crops(images, 7 + torch.arange(5), s, generator_of(0))
+    assert x.shape == (3, 40, 1, 28, 28)
     places = []
-    for image, label in zip(x.flatten(0, 1), labels.flatten()):
-        original = int(image.min() // 10)
-        assert label == y[original]
+    for image, label in zip(x.flatten(0, 1), y.flatten()):
         for row in range(5):
             for column in range(5):
-                crop = padded[original, :, row : row + 28, column : column + 28]
+                crop = images[label - 7, :, row : row + 28, column : column + 28]
                 if torch.equal(image, crop):
                     places.append((row, column))
-    assert len(places) == 120 and len(set(places)) > 20  # all are found, at most of the places
-    unmoved = padded[:, :, 2:30, 2:30]
-    x, _ = mnist.random_crops(unmoved, torch.arange(5), mnist.Settings(), generator_of(0))
-    assert x.shape == (32, 32, 1, 28, 28)
-    assert torch.equal(x[3, 7], unmoved[int(x[3, 7].min() // 10)])
+    assert len(places) == 120 and len(set(places)) > 20  # of 25
 
 
 # ---- Networks ------------------------------------------------------------------------------------
 def test_counts_of_the_paper(mnist):
+    def parameters(module):
+        return sum(p.numel() for p in module.parameters())
+
     paper = build(mnist, "paper")
-    matrices = [m for m in paper.modules() if isinstance(m, nn.Linear)]
-    assert sum(f * k for f, k in mnist.SHAPES) == 20_018
-    assert parameters(paper) == 633_640
-    assert all(layer.bias is None for layer in matrices)
+    assert sum(f * k for f, k in mnist.SHAPES) == 20_018 and parameters(paper) == 633_640
     counts = []
     for part in (paper.extractor, *paper.generators):
-        counts.append(sum(layer.weight.numel() for layer in part if layer in matrices))
+        matrices = [part[i].weight for i in (0, 3, 6)]
+        counts.append(sum(weight.numel() for weight in matrices))
+        assert all(part[i].bias is None for i in (0, 3, 6))
+        for weight in matrices:  # a normal distribution that is cut at two deviations
+            largest = weight.abs().max() * weight.shape[1] ** 0.5
+            assert 0.19 < largest <= 0.2
     assert counts == [436_500, 3240, 91_600, 90_000, 9900]
     assert parameters(build(mnist, "hypernet")) == 633_640 + 855
     mnfg = build(mnist, "mnfg")
@@ -201,20 +176,18 @@ def test_starts(mnist):
     assert likeness["paper"] < 0.85  # of eight seeds: 0.25 to 0.76
 
 
-@pytest.mark.parametrize("run", KINDS)
+@pytest.mark.parametrize("run", ["hypernet", "paper", "mnfg"])
 def test_sampled_networks(mnist, run):
     """Gauge fixed; each depends on its own z alone; a model in training mode is not changed."""
     model = build(mnist, run).train()
     before = [value.clone() for value in model.state_dict().values()]
-    z = model.draw_z(4, generator_of(0))
     theta = mnist.sample(model, 4, generator_of(0))
     assert [tuple(layer.shape[1:]) for layer in theta] == mnist.SHAPES
     for layer in theta[:-1]:
-        torch.testing.assert_close(
-            layer.square().sum(dim=-1), torch.full(layer.shape[:2], float(layer.shape[-1]))
-        )
+        squares = layer.square().sum(dim=-1)
+        torch.testing.assert_close(squares, torch.full_like(squares, layer.shape[-1]))
     assert theta[-1][..., -1].mean(dim=1).abs().max() < 1e-5
-    alone = mnist.weights_of(model, z[2:3])
+    alone = mnist.weights_of(model, model.draw_z(4, generator_of(0))[2:3])
     torch.testing.assert_close(vectors(theta)[2:3], vectors(alone), rtol=1e-4, atol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values()))
 
@@ -227,16 +200,6 @@ def test_flow_determinant_is_autograds(mnist):
     jacobian = torch.autograd.functional.jacobian(lambda v: flow(v[None])[0][0], z[0])
     torch.testing.assert_close(flow(z)[1][0], torch.linalg.slogdet(jacobian).logabsdet)
     assert (flow(z)[0] != z).all()  # complementary masks: every coordinate moves
-
-
-def mnfg_layer(mnist, conv):
-    """A layer of three filters with four inputs, its parameters spread out."""
-    torch.manual_seed(0)
-    layer = mnist.MNFGLayer(3, 4, conv, 0.5).double()
-    with torch.no_grad():
-        layer.mean.normal_()
-        layer.log_std.uniform_(-2, -1)
-    return layer, torch.randn(1, 3 if conv else 4).double()
 
 
 @pytest.mark.parametrize("conv", [True, False])
@@ -272,27 +235,6 @@ def test_posterior_and_bound(mnist, conv):
     r = normal(layer.r_mean * a, (-layer.r_precision * a / 2).exp())
     log_r = log_det_r + r.log_prob(z_b).sum()
     torch.testing.assert_close(bound, divergence - start.entropy().sum() - log_det - log_r)
-
-
-@torch.no_grad()
-def test_bound_is_above_the_true_divergence(mnist):
-    """A dense layer with two weights: q(W) = E_z N(W; z mu, sigma^2) by a long Monte Carlo sum over
-    z, and the KL divergence from the prior by one over W. Four standard errors."""
-    torch.manual_seed(0)
-    layer = mnist.MNFGLayer(1, 2, False, 1.0).double()
-    normal = torch.distributions.Normal
-    layer.log_std.fill_(-1.0)
-    layer.start_log_var.fill_(0.0)
-    filters, bound = layer(torch.randn(4000, 2).double(), torch.randn(4000, 1, 3).double())
-    z = layer.flow(layer.start_mean + torch.randn(4000, 2).double())[0]
-    weight = filters[:, 0, :2]
-    q = normal(z[None] * layer.mean[:, :2], layer.log_std.exp()[0, :2])
-    log_q = q.log_prob(weight[:, None]).sum(dim=-1).logsumexp(dim=1) - math.log(4000)
-    log_ratio = log_q - normal(0.0, 1.0).log_prob(weight).sum(dim=1)
-    bias = normal(layer.mean[0, 2], layer.log_std[0, 2].exp())
-    true = log_ratio.mean() + torch.distributions.kl_divergence(bias, normal(0.0, 1.0))
-    error = 4 * (bound.std() + log_ratio.std()) / 4000**0.5
-    assert true - error < bound.mean() < true + 20
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -331,23 +273,16 @@ def test_training_step(mnist, flags):
     logits = torch.stack([plain_logits(x[n], theta, n) for n in range(4)])
     loss_acc = sum(F.cross_entropy(logits[n], y[n]) for n in range(4)) / 4
     result = mnist.training_step(model, z, x, y, s)
-    # Float32: sums of 20,000 terms
-    torch.testing.assert_close(result["entropy"], entropy.float(), rtol=1e-5, atol=1e-3)
-    torch.testing.assert_close(result["loss_acc"], loss_acc)
-    torch.testing.assert_close(
-        result["loss"], 70 * loss_acc - entropy.float(), rtol=1e-5, atol=1e-3
-    )
-    assert result["acc"].item() == pytest.approx(
-        (logits.argmax(dim=-1) == y).double().mean().item()
-    )
+    expected = dict(entropy=entropy, loss_acc=loss_acc, loss=70 * loss_acc - entropy)
+    expected["acc"] = (logits.argmax(dim=-1) == y).double().mean()
+    for name, value in expected.items():  # float32: sums of 20,000 terms
+        torch.testing.assert_close(result[name], value.float(), rtol=1e-5, atol=1e-3)
 
 
 def test_learning_rates(mnist):
     ours = mnist.Settings(decay=False, steps=1000)
-    by_hand = {0: 1 / 200, 199: 1, 200: 1, 600: 1 / 2, 999: 1 / 800}
-    assert [mnist.lr_factor(ours, step) for step in by_hand] == pytest.approx(
-        list(by_hand.values())
-    )
+    for step, rate in {0: 1 / 200, 199: 1, 200: 1, 600: 1 / 2, 999: 1 / 800}.items():
+        assert mnist.lr_factor(ours, step) == pytest.approx(rate)
     assert mnist.lr_factor(mnist.Settings(decay=False, steps=1), 0) == 1
     assert 3e-4 * mnist.lr_factor(mnist.RUNS["paper"], 13_000) == pytest.approx(2.3e-4, rel=0.01)
 
@@ -378,34 +313,33 @@ def test_without_the_device(mnist, run, device, monkeypatch):
 
 
 def test_gradients_are_cut_and_their_largest_norm_is_logged(mnist, data, tmp_path, monkeypatch):
-    """At 5 lam, here in the second of each two steps between rows of the log."""
+    """At 5 lam. A row of the log is two steps here, the last one is one."""
     norms = []
+    clip = nn.utils.clip_grad_norm_
 
-    def step(optimizer):
-        squares = [p.grad.square().sum() for p in optimizer.param_groups[0]["params"]]
-        norms.append(sum(squares).sqrt().item())
+    def recorded(parameters, limit):
+        norms.append(clip(parameters, limit))
+        left = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+        assert limit == 350 and left == pytest.approx(min(350, norms[-1]), rel=1e-3)
+        return norms[-1]
 
-    training_step = mnist.training_step
-
-    def steep(*args):
-        result = training_step(*args)
-        factor = 1e-3 if len(norms) % 2 == 0 else 1e3
-        return dict(result, loss=factor * result["loss"])
-
-    monkeypatch.setattr(mnist, "training_step", steep)
-    monkeypatch.setattr(torch.optim.Adam, "step", step)
-    s = small(mnist, "hypernet --steps 42 --lam 50")
+    s = small(mnist, "hypernet --steps 43 --lam 70")
+    model = mnist.make_model(s)
+    monkeypatch.setattr(mnist, "make_model", lambda s: model)
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", recorded)
     _, log = mnist.train(s, mnist.load_data(s, data, "cpu"), tmp_path / "checkpoint.pt")
-    assert len(log) == 21 and max(norms[::2]) < 250
-    assert norms[1::2] == pytest.approx([250] * 21, rel=1e-3)
-    assert min(row["norm"] for row in log) > 1000
+    assert max(norms) > 350 and len(set(norms)) == 43
+    assert [row["norm"] for row in log] == [max(norms[i : i + 2]) for i in range(0, 43, 2)]
 
 
 def test_it_learns(mnist, data, tmp_path):
-    """Made-up patterns, a short life: far better than chance, whose NLL is log 10 = 2.3."""
-    s = small(mnist, "hypernet --steps 150 --networks 8 --images 16 --lam 1e5")
-    _, log = mnist.train(s, mnist.load_data(s, data, "cpu"), tmp_path / "checkpoint.pt")
-    assert log[-1]["nll"] < 1.2 and log[-1]["step"] == 150
+    """Made-up patterns on black, a short life: chance has an NLL of log 10 = 2.3. Two seeds reach
+    0.2; how far it gets depends on the processor's rounding."""
+    s = small(mnist, "hypernet --steps 200 --networks 6 --images 16 --lam 1e5")
+    splits = mnist.load_data(s, data, "cpu")
+    dark = {split: ((3 * x - 1.8).clamp(0, 1), y) for split, (x, y) in splits.items()}
+    _, log = mnist.train(s, dark, tmp_path / "checkpoint.pt")
+    assert log[-1]["nll"] < 1.2 and log[-1]["step"] == 200
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
@@ -435,16 +369,6 @@ def test_evaluate(mnist, number):
 
 
 @torch.no_grad()
-def test_predict(mnist):
-    """Two portions of images; one network after the other."""
-    theta = random_theta(mnist, 3)
-    x = torch.rand(70, 1, 28, 28)
-    probabilities = mnist.predict(theta, x)
-    for n in range(3):
-        torch.testing.assert_close(probabilities[n], plain_logits(x, theta, n).softmax(dim=-1))
-
-
-@torch.no_grad()
 def test_paths(mnist, monkeypatch):
     """Eleven points: the ends are networks, the others on a line between gauge-fixed weights, or
     between their z. A dip is below the worse end, and 0 without one."""
@@ -468,49 +392,41 @@ def test_paths(mnist, monkeypatch):
     assert mnist.mean_dip([[9, 4, 8], [9, 9, 8], [6, 5, 9]]) == pytest.approx((4 + 0 + 1) / 3)
 
 
-def test_fast_gradient(mnist):
-    """Autograd of the target's probability, image by image."""
-    theta = random_theta(mnist, 1)
-    x = torch.rand(8, 1, 28, 28)
-    target = torch.arange(8)
-    sign = mnist.fast_gradient(theta, x, target)
-    for i in range(8):
-        image = x[i : i + 1].clone().requires_grad_()
-        plain_logits(image, theta, 0).softmax(dim=-1)[0, i].backward()
-        # Signs of gradients that are nearly 0 may differ, in float32.
-        assert (sign[i] == image.grad[0].sign()).double().mean() > 0.99
-    assert not x.requires_grad and (sign != 0).double().mean() > 0.5
-
-
 def test_attack(mnist, monkeypatch):
-    """One network and three others, image by image: targets are wrong classes; counted are images
-    that the attacked network gets right."""
-    theta = random_theta(mnist, 4)
-    one = one_network(theta, 0)
-    others = [layer[1:] for layer in theta]
+    """A network and three others, image by image, of two portions: targets are wrong classes, the
+    gradient is autograd's; counted are images that the attacked network gets right."""
+    torch.manual_seed(0)
+    theta = [2 * torch.randn(4, f, k) / k**0.5 for f, k in mnist.SHAPES]
+    one = [layer[:1] for layer in theta]
     x = torch.rand(60, 1, 28, 28)
-    y = mnist.predict(one, x)[0].argmax(dim=-1)
+    y = plain_logits(x, theta, 0).argmax(dim=1)
     y[:20] = (y[:20] + 1) % 10
-    targets = []
+    calls = []
     fast_gradient = mnist.fast_gradient
-    monkeypatch.setattr(
-        mnist, "fast_gradient", lambda *a: targets.append(a[2]) or fast_gradient(*a)
-    )
-    rows = mnist.attack(one, others, x, y, generator_of(0))
-    (target,) = targets
+
+    def recorded(*args):
+        calls.append((args[2], fast_gradient(*args)))
+        return calls[0][1]
+
+    monkeypatch.setattr(mnist, "fast_gradient", recorded)
+    rows = mnist.attack(one, [layer[1:] for layer in theta], x, y, generator_of(0))
+    ((target, sign),) = calls
     assert (target != y).all() and len((target - y).remainder(10).unique()) > 5
-    sign = fast_gradient(one, x, target)
-    assert mnist.EPSILONS[4] == 0.1  # that of the table
+    for i in range(60):
+        image = x[i : i + 1].clone().requires_grad_()
+        plain_logits(image, theta, 0).softmax(dim=1)[0, target[i]].backward()
+        # Signs of gradients that are nearly 0 may differ, in float32.
+        assert (sign[i] == image.grad[0].sign()).double().mean() > 0.98
     for epsilon, row in zip(mnist.EPSILONS, rows, strict=True):
         fooled = [0, 0]
         for i in range(20, 60):
             image = x[i : i + 1] + epsilon * sign[i]
-            classes = [int(plain_logits(image, theta, n).argmax()) for n in range(4)]
-            winner = min(classes[1:], key=lambda k: (-classes[1:].count(k), k))
-            fooled[0] += int(classes[0] != y[i])
+            first, *classes = [int(plain_logits(image, theta, n).argmax()) for n in range(4)]
+            winner = min(classes, key=lambda k: (-classes.count(k), k))
+            fooled[0] += int(first != y[i])
             fooled[1] += int(winner != y[i])
         assert row == pytest.approx([100 * count / 40 for count in fooled])
-    assert rows[0][0] == 0 and rows[-1][0] > 50
+    assert not x.requires_grad and rows[0][0] == 0 and rows[-1][0] > 50
 
 
 def test_principal_components(mnist):
@@ -544,179 +460,137 @@ def test_analyse(mnist):
     normal = mnist.gaussian_like(many, 6, generator)
     x, y = data["test"]
     for kind, theta in dict(networks=networks, average=average, gaussian=normal).items():
-        again = mnist.evaluate(mnist.predict(theta, x), y)
-        for key in ("one", "vote", "nll_vote"):  # float32: one answer of 180 may differ
-            assert results["test"][kind][key] == pytest.approx(again[key], rel=1e-3, abs=0.6)
+        again = mnist.evaluate(mnist.predict(theta, x), y)["nll_vote"]
+        assert results["test"][kind]["nll_vote"] == pytest.approx(again, rel=1e-3)
     x, y = data["val"]
-    again = mnist.evaluate(mnist.predict(networks, x), y)
-    assert results["val"]["networks"]["nll_one"] == pytest.approx(again["nll_one"])
+    again = mnist.evaluate(mnist.predict(networks, x), y)["nll_vote"]
+    assert results["val"]["networks"]["nll_vote"] == pytest.approx(again)
     parts = [*many, many[1][:, 0], many[2][:, 0]]
     for name, part in zip(mnist.PARTS, parts, strict=True):
         again = mnist.principal_components(part)
-        assert results["pca"][name]["shares"] == again["shares"]
+        assert again.items() < results["pca"][name].items()
         assert results["pca"][name]["explained_if_normal"] != again["explained"]
     for way, paths in results["paths"].items():
         assert results["test"]["dips"][way] == mnist.mean_dip(paths)
-    assert np.shape(results["adversarial"]) == (7, 2)
+    assert np.shape(results["adversarial"]) == (7, 2) and mnist.EPSILONS[4] == 0.1
     assert results["test"]["fooled"]["others"] == results["adversarial"][4][1]
 
 
 # ---- Figures, table and the script ---------------------------------------------------------------
 def test_the_command_again(mnist, data, tmp_path, monkeypatch, capsys):
-    """All runs; then the same command trains nothing, and --draw needs neither data nor weights:
-    the same bytes. Figures but the first show the runs of the folder itself."""
+    """All runs, and a seed below; then the same command trains nothing, and --draw needs neither
+    data nor weights: the same bytes. What a run has not is left out."""
+    mnist.main(command(data, tmp_path / "seed1", "hypernet --seed 1"))
     runs = mnist.main(command(data, tmp_path, "hypernet paper mnfg"))
-    seeds = mnist.main(command(data, tmp_path / "seed1", "hypernet --seed 1"))
-    (tmp_path / "seed1/pca.png").unlink()
-    assert [run["name"] for run in runs] == ["hypernet", "mnfg", "paper"] and len(seeds) == 1
-    capsys.readouterr()
-    monkeypatch.setattr(mnist, "load_data", forbidden)
-    runs = mnist.main(command(data, tmp_path, "hypernet paper mnfg"))
-    text = capsys.readouterr().out
     assert [run["name"] for run in runs] == ["hypernet", "mnfg", "paper", "seed1/hypernet"]
-    before = files_in(tmp_path)
     names = {"accuracies.png", "pca.png", "paths.png", "adversarial.png"}
     assert {file.name for file in tmp_path.glob("*.png")} == names
+    before = files_in(tmp_path)
+    monkeypatch.delattr(mnist, "load_data")
+    assert mnist.main(command(data, tmp_path, "hypernet paper mnfg")) == runs
+    assert files_in(tmp_path) == before
     for file in [*tmp_path.glob("*.png"), *tmp_path.rglob("*.pt")]:
         file.unlink()
     assert mnist.main(["--draw", "--out", str(tmp_path)]) == runs
-    for file, content in before.items():
-        assert file.suffix == ".pt" or file.read_bytes() == content
-    assert capsys.readouterr().out == text
-    assert max(map(len, text.splitlines()[:-1])) < 100
-    assert [len(mnist.plot_accuracies(runs).axes), len(mnist.plot_pca(runs[:2]).axes)] == [4, 12]
-    vote = mnist.plot_accuracies(runs).axes[1].lines[0].get_xdata()[0]
-    assert vote == runs[1]["results"]["test"]["networks"]["vote"]
+    assert all(file.read_bytes() == before[file] for file in files_in(tmp_path))
+    assert max(map(len, capsys.readouterr().out.splitlines()[:18])) < 100
+    figure = mnist.plot_accuracies(runs)
+    assert len(figure.axes) == 4 and len(mnist.plot_pca(runs[:2]).axes) == 12
+    vote = runs[1]["results"]["test"]["networks"]["vote"]
+    assert list(figure.axes[1].lines[0].get_xdata()) == [vote, vote]
 
-
-def test_results_that_a_run_has_not(mnist, tmp_path):
-    """Cells stay empty, rows and figures are left out."""
-    test = dict(networks=dict(each=[90.0, 91.0], one=90.5, vote=92.0, disagree=3.0, nll_vote=0.2))
-    for name, seed in ("hypernet", 0), ("seed1/hypernet", 1):
-        s = dataclasses.replace(mnist.RUNS["hypernet"], seed=seed)
-        run = dict(script=mnist.NAME, settings=dataclasses.asdict(s), results=dict(test=test))
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "metrics.json").write_text(json.dumps(run))
-    runs = mnist.main(["--draw", "--out", str(tmp_path)])
-    assert [file.name for file in tmp_path.glob("*.png")] == ["accuracies.png"]
-    rows = [[cell.strip() for cell in line.split("|")] for line in mnist.table(runs).splitlines()]
-    assert rows[2][1:-1] == [
-        "hypernet",
-        "90.50 ± 0.00",
-        "92.00 ± 0.00",
-        "",
-        "3.000 ± 0.00",
-        "0.2000 ± 0.00",
-    ]
-    assert rows[6][1:-1] == ["hypernet", "", "", "", "", ""] and len(rows) == 7
+    for run in runs:
+        del run["results"]["paths"], run["results"]["test"]["average"]
+    assert len(mnist.table(runs).splitlines()) == 11  # two seeds share a row
+    assert mnist.table(runs).splitlines()[2].split("|")[4].strip() == ""
+    assert not mnist.plot_paths(runs).axes[0].has_data()
 
 
 CHILD = """
 import importlib, os, signal, sys
 import conftest
 mnist = importlib.import_module("02_mnist_hypernet")
-mnist.MANY = 30
-step = mnist.lr_factor
-def lr_factor(s, number):
-    if number == int(sys.argv[1]):
+lr_factor = mnist.lr_factor
+def deadly(s, step):
+    if step == 23:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(s, number)
-mnist.lr_factor = lr_factor
-mnist.main(sys.argv[2:])
+    return lr_factor(s, step)
+mnist.lr_factor = deadly
+mnist.main(sys.argv[1:])
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="kill -9")
-@pytest.mark.parametrize("run", ["hypernet", "mnfg"])
-def test_killed_and_begun_again(mnist, data, tmp_path, run):
+def test_killed_and_begun_again(mnist, data, tmp_path):
     """kill -9 between two rows of the log, of two steps each: the same bits as undisturbed."""
-    argv = command(data, tmp_path / "killed", run + " --steps 42")
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    words = [sys.executable, "-c", CHILD, "23", *argv]
-    child = subprocess.run(words, env=dict(os.environ, PYTHONPATH=path), capture_output=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr
-    assert torch.load(tmp_path / "killed" / run / "checkpoint.pt")["log"][-1]["step"] == 22
-    mnist.main(argv)
-    mnist.main(command(data, tmp_path / "whole", run + " --steps 42"))
-    ends = []
-    for out in ("killed", "whole"):
-        record = torch.load(tmp_path / out / run / "checkpoint.pt")
-        assert record["optimizer"] is None  # a finished run keeps none
-        metrics = json.loads((tmp_path / out / run / "metrics.json").read_text())
+
+    def state(name):
+        record = torch.load(tmp_path / name / "hypernet/checkpoint.pt", weights_only=True)
         for row in record["log"]:
             del row["seconds"]
-        ends.append((record["log"], metrics["results"], list(record["model"].values())))
-    assert ends[0][:2] == ends[1][:2]
-    assert all(torch.equal(a, b) for a, b in zip(ends[0][2], ends[1][2], strict=True))
+        return record
+
+    words = [
+        sys.executable,
+        "-c",
+        CHILD,
+        *command(data, tmp_path / "killed", "hypernet --steps 42"),
+    ]
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    child = subprocess.run(words, env=dict(os.environ, PYTHONPATH=path), capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert state("killed")["log"][-1]["step"] == 22
+    (killed,) = mnist.main(command(data, tmp_path / "killed", "hypernet --steps 42"))
+    (whole,) = mnist.main(command(data, tmp_path / "whole", "hypernet --steps 42"))
+    assert killed["results"] == whole["results"]
+    ends = [state("killed"), state("whole")]
+    assert ends[0]["log"] == ends[1]["log"]
+    assert ends[0]["optimizer"] is None  # a finished run keeps none
+    for name, tensor in ends[0]["model"].items():
+        assert torch.equal(tensor, ends[1]["model"][name])
 
 
-def test_seeds_of_evaluation_are_not_those_of_training(mnist):
-    """Training has (1 + seed) * 10^6 + 0 to 10^6; torch uses the last 32 bits of a seed."""
-    assert {mnist.VALIDATION, mnist.TEST} == {1, 2}
-    assert (1 + 3999) * 10**6 + 10**6 < 2**32  # the last that Settings allows
-
-
-def refused(monkeypatch, argv, folder):
+def refused(mnist, argv, folder):
     """The one line with which a command stops; files in the folder stay."""
     before = files_in(folder)
-    monkeypatch.setattr(sys, "argv", ["02_mnist_hypernet.py", *argv])
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "02_mnist_hypernet.py"), run_name="__main__")
+        mnist.main(argv)
     assert files_in(folder) == before and "\n" not in stop.value.code
     return stop.value.code
 
 
-def test_errors_are_one_line(mnist, data, tmp_path, monkeypatch):
-    """No data, damaged data, another run, another script's, half a file; a rate that is too large:
-    nothing is written."""
-    bad = tmp_path / "bad"
-    message = refused(monkeypatch, command(bad, tmp_path / "out", "paper"), tmp_path)
-    assert f"mnist is missing in {bad}" in message and f"{bad}/MNIST/raw" in message
-    raw = bad / "MNIST/raw"
-    raw.mkdir(parents=True, exist_ok=True)
+def test_errors_are_one_line(mnist, data, tmp_path):
+    """No data, damaged data; a rate that is too large; another run, another script's."""
+    raw = tmp_path / "bad/MNIST/raw"
+    argv = command(tmp_path / "bad", tmp_path / "out", "paper")
+    message = refused(mnist, argv, tmp_path)
+    assert f"mnist is missing in {tmp_path / 'bad'}" in message and str(raw) in message
     for file in (data / "MNIST/raw").iterdir():
         (raw / file.name).write_bytes(file.read_bytes()[:-5])
-    message = refused(monkeypatch, command(bad, tmp_path / "out", "paper"), tmp_path)
-    assert f"mnist is damaged in {bad}" in message
-
+    assert "mnist is damaged in" in refused(mnist, argv, tmp_path)
     argv = command(data, tmp_path / "out", "paper --lr 1e30")
-    assert "the loss is not finite" in refused(monkeypatch, argv, tmp_path)
-    s = small(mnist, "paper")
+    assert "the loss is not finite" in refused(mnist, argv, tmp_path)
+
     file = tmp_path / "out/paper/checkpoint.pt"
+    s = small(mnist, "paper")
     mnist.train(s, mnist.load_data(s, data, "cpu"), file)
-    message = refused(monkeypatch, command(data, tmp_path / "out", "paper --no-gauge"), tmp_path)
+    message = refused(mnist, command(data, tmp_path / "out", "paper --no-gauge"), tmp_path)
     assert f"{file} is a run of other settings" in message
-    content = file.read_bytes()
-    argv = command(data, tmp_path / "out", "paper")
-    for other in (content.replace(b"02_mnist_hypernet", b"03_cifar_lenet_xy"), content[:5000]):
-        file.write_bytes(other)
-        assert "damaged, or no run of 02_mnist" in refused(monkeypatch, argv, tmp_path)
-
-
-# ---- Documented runs -----------------------------------------------------------------------------
-def test_documented_settings(mnist):
-    """The same commands would find these runs finished."""
-    names = []
-    for run in mnist.read_runs(RESULTS):
-        first, *rest = run["name"].split("/")
-        changes = {"seed1": dict(seed=1), "seed2": dict(seed=2), "lam1e4": dict(lam=1e4)}
-        changes.update(lam1e5=dict(lam=1e5), unmoved=dict(shift=0))
-        kind = rest[0] if rest else first
-        s = dataclasses.replace(mnist.RUNS[kind], **changes.get(first, {}))
-        assert run["settings"] == s, run["name"]
-        names.append(run["name"])
-    assert {"hypernet", "paper", "mnfg"} <= set(names)
+    file.write_bytes(file.read_bytes().replace(b"02_mnist_hypernet", b"04_cifar_resnet32"))
+    message = refused(mnist, command(data, tmp_path / "out", "paper"), tmp_path)
+    assert "damaged, or no run of 02_mnist" in message
 
 
 @pytest.mark.parametrize("run", ["hypernet", "mnfg"])
 def test_documented_weights_have_the_documented_accuracies(mnist, run):
-    """The first network, drawn as one of ten, on MNIST. Float32 may differ on another processor:
-    two answers of 10,000."""
+    """The first network, drawn as then, one of ten by seed 1, on MNIST. Float32 may differ on
+    another processor: two answers of 10,000."""
+    metrics = mnist.read(RESULTS / run / "metrics.json")
+    assert metrics["settings"] == mnist.RUNS[run]  # the same command would find it finished
+    model = mnist.load(RESULTS / run / "checkpoint.pt")
     if not (ROOT / "data/MNIST/raw/t10k-images-idx3-ubyte").exists():
         pytest.skip("needs MNIST in data/")
-    model = mnist.load(RESULTS / run / "checkpoint.pt")
     x, y = mnist.load_data(mnist.RUNS[run], ROOT / "data", "cpu")["test"]
-    theta = one_network(mnist.sample(model, 10, generator_of(mnist.TEST)), 0)
-    metrics = json.loads((RESULTS / run / "metrics.json").read_text())
+    theta = [layer[:1] for layer in mnist.sample(model, 10, generator_of(1))]
     expected = metrics["results"]["test"]["networks"]["each"][0]
     assert mnist.evaluate(mnist.predict(theta, x), y)["one"] == pytest.approx(expected, abs=0.021)
