@@ -522,13 +522,13 @@ def commit():
 # ---- Evaluation ----------------------------------------------------------------------------------
 @torch.no_grad()
 def weights_of(model, z):
-    """Gauge fixed, which changes no network's answers."""
+    """Those of the networks that z gives, gauge fixed, which changes no network's answers."""
     model.eval()  # batch norm by its running moments: each network depends on its own z alone
     return fix_gauge(model(z))
 
 
 def sample(model, n, generator):
-    """The weights of n networks."""
+    """The weights of n networks, gauge fixed."""
     return weights_of(model, model.draw_z(n, generator))
 
 
@@ -636,15 +636,14 @@ def vote(theta, x):
 def principal_components(weights):
     """PCA of N samples (N, ...): coordinates; what shares of the variance these have; and how much
     of the second component the square of the first explains: much of it if the set is curved."""
-    weights = weights.flatten(1)
-    vectors, sizes, _ = torch.linalg.svd(weights - weights.mean(dim=0), full_matrices=False)
-    variances = sizes.square()
-    coordinates = (vectors * sizes).T[:2].double()
+    centred = (weights - weights.mean(dim=0)).flatten(1)
+    variances, vectors = torch.linalg.eigh(centred @ centred.T)  # the largest are the last
+    coordinates = (vectors * variances.sqrt()).T[[-1, -2]].double()
     first, second = coordinates
     correlation = torch.corrcoef(torch.stack([first.square(), second]))[0, 1]
     return dict(
         coordinates=coordinates.round(decimals=3).tolist(),
-        shares=(variances / variances.sum())[:2].tolist(),
+        shares=(variances / variances.sum())[[-1, -2]].tolist(),
         explained=correlation.item() ** 2,
     )
 

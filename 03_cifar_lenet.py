@@ -639,7 +639,7 @@ def plot_votes(runs):
     for d in (0, 10, 15, 20, 25, 30):
         ten = one + 0.21 * d**2 / (100 - one)
         ax.plot(one, ten, color="lightgrey", zorder=0)
-        ax.annotate(f"D = {d} %", (one[38], ten[38]), color="grey")
+        ax.annotate(f"D = {d} %", (one[45], ten[45]), color="grey")
     ax.set(
         xlabel="one network: test accuracy (%)",
         ylabel="vote of ten: test accuracy (%)",
