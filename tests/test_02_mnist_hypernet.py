@@ -132,6 +132,9 @@ def test_counts_of_the_paper(mnist):
     mnfg = build(mnist, "mnfg")
     assert [parameters(layer) for layer in mnfg.layers] == [31_180, 40_540, 728_652, 7784]
     assert mnfg.draw_z(2, generator_of(0)).shape == (2, 840 + 20_018)
+    for layer, std in zip(mnfg.layers, [0.156, 0.039, 0.071, 0.471]):
+        assert layer.mean[:, :-1].std().item() == pytest.approx(std, rel=0.25)  # of 80 numbers: 8 %
+        assert (layer.mean[:, -1] == 0).all()
 
 
 def test_target_network_is_the_papers(mnist):
@@ -200,6 +203,11 @@ def test_flow_determinant_is_autograds(mnist):
     jacobian = torch.autograd.functional.jacobian(lambda v: flow(v[None])[0][0], z[0])
     torch.testing.assert_close(flow(z)[1][0], torch.linalg.slogdet(jacobian).logabsdet)
     assert (flow(z)[0] != z).all()  # complementary masks: every coordinate moves
+    for network in mnist.Flow(60, 40).networks:
+        for layer in (network[0], network[2]):  # 2,400 and 4,800 numbers: within 2 %
+            assert layer.weight.std().item() == pytest.approx((4 / 100) ** 0.5, rel=0.1)
+        assert network[0].bias.unique().tolist() == [0]
+        assert network[2].bias.tolist() == [0] * 60 + [2] * 60  # gates are open
 
 
 @pytest.mark.parametrize("conv", [True, False])
