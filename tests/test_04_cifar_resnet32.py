@@ -303,6 +303,17 @@ def test_gradients_of_the_mean_are_not_clipped(little, data, tmp_path, monkeypat
     lenet_tests.test_gradients_of_the_mean_are_not_clipped(little, data, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("flags, rates", [("b", (10, 4, 1)), ("c+", (1, 2 / 3, 1 / 3))])
+def test_networks_follow_their_own_gradients(little, data, tmp_path, monkeypatch, flags, rates):
+    monkeypatch.setattr(little, "MOVES", 5)
+    lenet_tests.test_networks_follow_their_own_gradients(little, data, tmp_path, flags, rates)
+
+
+def test_ten_networks_of_the_chain(little, tmp_path, monkeypatch):
+    taken = range(22, 41, 2)
+    lenet_tests.test_ten_networks_of_the_chains(little, tmp_path, monkeypatch, 40, 1, taken)
+
+
 @pytest.mark.parametrize("column", ["b", "d+"])
 def test_a_stopped_run_goes_on(little, data, tmp_path, monkeypatch, column):
     recalibrate = little.recalibrate
@@ -336,6 +347,7 @@ def death():
     os.kill(os.getpid(), signal.SIGKILL)
 
 if resnet.RANK == 1:
+    resnet.save = resnet.analyse = None
     resnet.training_step = test_03_cifar_lenet.dying(resnet, 12, death)
 runs = resnet.main(sys.argv[1:])
 assert (runs is None) == (resnet.RANK == 1)
