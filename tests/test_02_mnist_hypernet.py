@@ -455,11 +455,14 @@ def test_principal_components(mnist):
     assert normal["explained"] < 0.05  # of independent numbers: 1 / 400 on average
 
 
-def test_analyse(mnist):
+def test_analyse(mnist, monkeypatch):
     """The same numbers from the samples, in the order in which they are drawn."""
     model = build(mnist, "paper")
     data = {"val": (torch.rand(30, 1, 28, 28), torch.randint(10, (30,)))}
     data["test"] = (torch.rand(30, 1, 28, 28), torch.randint(10, (30,)))
+    attacks = []
+    attack = mnist.attack
+    monkeypatch.setattr(mnist, "attack", lambda *args: attacks.append(args) or attack(*args))
     results = mnist.analyse(model, small(mnist, "paper"), data)
     generator = generator_of(mnist.TEST)
     networks = mnist.sample(model, 6, generator)
@@ -467,6 +470,9 @@ def test_analyse(mnist):
     average = [sum(layer)[None] / 30 for layer in many]
     normal = mnist.gaussian_like(many, 6, generator)
     x, y = data["test"]
+    for i, (one, others, images, labels, _) in enumerate(attacks):
+        assert (len(one[0]), len(others[0])) == (1, 3)
+        assert torch.equal(images[0], x[10 * i]) and labels.tolist() == [y[10 * i]]
     for kind, theta in dict(networks=networks, average=average, gaussian=normal).items():
         again = mnist.evaluate(mnist.predict(theta, x), y)["nll_vote"]
         assert results["test"][kind]["nll_vote"] == pytest.approx(again, rel=1e-3)

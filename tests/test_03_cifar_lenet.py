@@ -466,10 +466,17 @@ def test_gradients_of_the_mean_are_not_clipped(lenet, data, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("column", ["five", "d", "d+"])
 def test_it_learns(lenet, data, tmp_path, column):
-    """Made-up patterns, a short life: far above the 10 % of chance."""
+    """Made-up patterns, a short life: far above the 10 % of chance. The log has the last step, and
+    ten networks of the model that is returned, on validation images."""
     s = small(lenet, column + " --steps 60 --images 16 --sgd-lr 0.02")
-    _, log = lenet.train(s, lenet.load_data(s, data, "cpu"), tmp_path / "checkpoint.pt")
-    assert log[-1]["one"] > 50 and log[-1]["step"] == 60
+    data = lenet.load_data(s, data, "cpu")
+    model, log = lenet.train(s, data, tmp_path / "checkpoint.pt")
+    row = log[-1]
+    assert row["one"] > 50 and row["step"] == 60
+    assert row["loss"] == pytest.approx(s.lam * row["loss_acc"] - row["entropy"], rel=1e-4)
+    x, y = data["val"]
+    theta = lenet.sample(model, 10, generator_of(lenet.VALIDATION))
+    assert lenet.evaluate(lenet.predict(theta, x), y).items() < row.items()
 
 
 # ---- Evaluation ----------------------------------------------------------------------------------
@@ -608,32 +615,36 @@ def test_plot_votes(lenet, runs):
 def test_the_command_again(lenet, data, tmp_path, monkeypatch, capsys):
     """All columns; then the same command trains nothing and draws again, and --draw needs neither
     data nor weights: the same bytes."""
-    argv = command(data, tmp_path, " ".join(lenet.COLUMNS) + " --networks 5")
+    out = tmp_path / "below"
+    argv = command(data, out, " ".join(lenet.COLUMNS) + " --networks 5")
     runs = lenet.main(argv)
     text = capsys.readouterr().out
-    before = files_in(tmp_path)
+    before = files_in(out)
     assert [run["name"] for run in runs] == sorted(lenet.COLUMNS)
     assert len(before) == 2 * len(runs) + 1  # checkpoint.pt, metrics.json; one picture
-    assert before[tmp_path / "votes.png"].startswith(b"\x89PNG")
+    assert before[out / "votes.png"].startswith(b"\x89PNG")
     for run in runs:
-        folder = tmp_path / run["name"]
+        folder = out / run["name"]
         metrics = json.loads(before[folder / "metrics.json"])
         assert {"command", "commit", "hardware", "threads", "torch", "results"} < set(metrics)
         assert [row["step"] for row in metrics["log"]] == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert metrics["seconds"] == sum(row["seconds"] for row in metrics["log"])
+        assert 0 < metrics["seconds"] == sum(row["seconds"] for row in metrics["log"]) < 100
         theta = lenet.sample(lenet.load(folder / "checkpoint.pt"), 12, generator_of(0))
+        assert next(lenet.load(folder / "checkpoint.pt", "meta").parameters()).device.type == "meta"
         assert len(theta[0]) == dict(a=5, b=10, five=5).get(run["name"], 12)
         assert f"{metrics['results']['test']['networks']['one']:#.4g}" in text
 
     for name in ("load_data", "train", "analyse"):
         monkeypatch.setattr(lenet, name, forbidden)
-    (tmp_path / "votes.png").unlink()
-    assert lenet.main(argv) == runs and files_in(tmp_path) == before
-    for file in [tmp_path / "votes.png", *tmp_path.rglob("*.pt")]:
+    (out / "votes.png").unlink()
+    assert lenet.main(argv) == runs and files_in(out) == before
+    for file in [out / "votes.png", *out.rglob("*.pt")]:
         file.unlink()
-    assert lenet.main(["--draw", "--out", str(tmp_path)]) == runs
-    assert (tmp_path / "votes.png").read_bytes() == before[tmp_path / "votes.png"]
+    assert lenet.main(["--draw", "--out", str(out)]) == runs
+    assert (out / "votes.png").read_bytes() == before[out / "votes.png"]
     assert capsys.readouterr().out == text + text
+    names = [run["name"] for run in lenet.main(["--draw", "--out", str(tmp_path)])]
+    assert names == ["below/" + run["name"] for run in runs]
 
 
 def assert_same_run(whole, other):
@@ -711,10 +722,13 @@ def test_killed_and_then_two_processes_at_once(lenet, data, tmp_path):
         environment = dict(os.environ, PYTHONPATH=path)
         return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
 
-    for processes, code in ([start(24)], -signal.SIGKILL), ([start(0), start(0)], 0):
-        for process in processes:
-            _, error = process.communicate()
-            assert process.returncode == code, error
+    killed = start(24)
+    _, error = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, error
+    assert saved(out / "b/checkpoint.pt")["log"][-1]["step"] == 22
+    for process in [start(0), start(0)]:
+        _, error = process.communicate()
+        assert process.returncode == 0, error
     lenet.main(command(data, tmp_path / "whole", "b --steps 42"))
     assert_same_run(tmp_path / "whole", out)
 
