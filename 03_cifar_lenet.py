@@ -92,11 +92,19 @@ CHOICES = {
 COLUMNS = {
     "a": Settings(model="networks", steps=100_000, networks=1, images=128, sgd_lr=0.03),
     "b": Settings(
-        model="networks", steps=40_000, networks=5, images=128, sgd_lr=0.003, constant_rate=True
+        model="networks",
+        steps=40_000,
+        networks=5,
+        images=128,
+        shared_images=0,
+        sgd_lr=0.003,
+        constant_rate=True,
     ),
     "c": Settings(),
     "d": Settings(diversity="outputs"),
-    "five": Settings(model="networks", steps=40_000, networks=5, images=128, sgd_lr=0.03),
+    "five": Settings(
+        model="networks", steps=40_000, networks=5, images=128, shared_images=0, sgd_lr=0.03
+    ),
     "c+": Settings(model="around mean", steps=30_000, networks=4, sgd_lr=0.06),
     "d+": Settings(
         model="around mean", steps=30_000, networks=4, sgd_lr=0.06, diversity="outputs", lam=3e3
@@ -529,7 +537,7 @@ def predict(theta: Theta, x: Tensor):
     """Probabilities (N, B, classes) of N networks on the same images (B, 3, 32, 32)."""
     number = len(theta[0])
     parts = []
-    for images in tqdm(x.split(250), "testing", delay=5, leave=False):
+    for images in tqdm(x.split(250), "testing", delay=5):
         logits = each_network(target_network, images.expand(number, *images.shape), theta)
         parts.append(logits.softmax(dim=-1))
     return torch.cat(parts, dim=1)
@@ -751,7 +759,7 @@ def main(argv=None):
     plot_votes(runs).savefig(picture, dpi=150)
     write(args.out / "votes.png", picture.getvalue())
     print(table(runs))
-    print("figure:", args.out / "votes.png")
+    print(args.out / "votes.png")
     return runs
 
 
